@@ -15,7 +15,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
-from rankup.state.copies import STATE, list_copies, step_of
+from rankup.state.copies import STATE, about, list_copies, step_of
 from rankup.state.memory import list_held
 from rankup.state.reading import Copy
 from rankup.state.saver import Options
@@ -77,22 +77,17 @@ def in_order(
 
 def found_in(folder: Path) -> list[list[Any]]:
     """The copies in rank 0's folder, the newest first. What can't be read is one too, to be found damaged."""
-    return [[CHECKPOINT, str(path), *_about(path)] for path in reversed(list_copies(folder))]
-
-
-def _about(path: Path) -> tuple[int, str, str]:
-    """Step, attempt and run of a copy, "" where that can't be read, or where somebody renamed the folder."""
-    record, step = read_json(path / STATE), step_of(path)
-    good = {"run", "attempt"} <= record.keys() and record.get("step") == step
-    return (step, str(record["attempt"]), str(record["run"])) if good else (step, "", "")
+    found = reversed(list_copies(folder))
+    return [[CHECKPOINT, str(path), *about(read_json(path / STATE), step_of(path))] for path in found]
 
 
 def peers(folder: Path, group: Group) -> Iterator[list[Any]]:
     """Second copies on this rank's disk."""
     for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
-        about, line = _about(path), Lineage.of(read_json(path / STATE).get("lineage"))
-        if line is not None and line.run == about[2]:
-            yield [PEER, str(path), *about, line.values()]
+        record = read_json(path / STATE)
+        of, line = about(record, step_of(path)), Lineage.of(record.get("lineage"))
+        if line is not None and line.run == of[2]:
+            yield [PEER, str(path), *of, line.values()]
         else:
             group.log.warning(f"the copy {path} was passed over: its state.json is missing or damaged")
 

@@ -80,6 +80,13 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-").split(".")[0])
 
 
+def about(record: dict[str, Any], step: int) -> tuple[int, str, str]:
+    """Step, attempt and run of the copy that is named after `step` and has this `state.json`; "" where that can't be
+    read, or where somebody renamed the folder."""
+    good = {"run", "attempt"} <= record.keys() and record.get("step") == step
+    return (step, str(record["attempt"]), str(record["run"])) if good else (step, "", "")
+
+
 def verify(path: Path) -> dict[str, Any]:
     """Read every file of a copy. Returns what `state.json` says. Raises Damaged unless every byte is as it was written.
     """

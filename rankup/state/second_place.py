@@ -29,7 +29,7 @@ from rankup.places.files import cache_roots
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
 from rankup.places.place import Place
 from rankup.state import copies
-from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_copies, looks_whole, no_check, step_of
+from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_copies, looks_whole, step_of
 from rankup.state.reading import Copy, newest_whole, read
 from rankup.state.saver import Options, Writing
 from rankup.timing import FIND_S, UPLOAD_END_S, UPLOAD_STOP_S
@@ -55,142 +55,85 @@ class Stored:
         return f"{folder_of(self.number)}/checkpoints/{self.run}/{self.name}"
 
 
-class StoredRun:
-    """One run at a place, and its folder here. One thread at a time uses it. All methods raise as `Place` does."""
-
-    def __init__(self, place: Place, folder: Path, *, number: int = 0) -> None:
-        """`place`: the run's own, `s3://bucket/runs/NAME`. `number`: of the owner that writes."""
-        self.place, self.folder, self.number = place, folder, number
-        self._uploaded: dict[str, tuple[int, int]] = {}  # a file's size and time when it was uploaded last
-
-    # Writing --------------------------------------------------------------------------------------------------
-
-    def upload_copy(self, path: Path, *, run: str, keep: int, check: Callable[[], None] = lambda: None) -> None:
-        """Copy the folder `path` of the run with that id, unless this very copy is there, and remove all but the `keep`
-        newest. `check` raises where another attempt owns the run by now. A kill at any point leaves the earlier copies,
-        and at most objects that no manifest names, which a later upload removes."""
-        new, names = self._stored(path, run), self.place.names()
-        if any(one.name == new.name for one in _copies(names)):
-            return
-        files = {f"{new.folder}/{file.name}": file for file in path.iterdir() if file.name != MANIFEST}
-        self.place.upload({name: file for name, file in files.items() if names.get(name) != file.stat().st_size})
-        manifest = (path / MANIFEST).read_bytes()
-        if self._stored(path, run) != new:  # that step was saved again, and what was read may be of both
-            return
-        check()
-        self.place.write(f"{new.folder}/{MANIFEST}", manifest)
-        check()
-        self._remove_old(new, keep)
-
-    def upload_files(self) -> None:
-        """Copy what has changed in the folder besides its copies."""
-        paths = [*(self.folder / name for name in FILES), *(self.folder / TENSORBOARD).rglob("*")]
-        stats = {path.relative_to(self.folder).as_posix(): path.stat() for path in paths if path.is_file()}
-        now = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-        changed = {name for name, stat in now.items() if self._uploaded.get(name) != stat}
-        own = self.place.below(folder_of(self.number))
-        # run.json is last: with it the files of this owner are complete, and count instead of an earlier owner's
-        for names in (changed - {FILE}, changed & {FILE}):
-            own.upload({name: self.folder / name for name in names})
-        self._uploaded |= now
-
-    def _stored(self, path: Path, run: str) -> Stored:
-        name = path.name.partition(".")[0]  # `.replaced`, after a kill between two renames
-        return Stored(self.number, step_of(path), run, f"{name}-{_digest((path / MANIFEST).read_bytes())}")
-
-    def _remove_old(self, new: Stored, keep: int) -> None:
-        """Remove all copies of the run but the `keep` newest, their manifests first, and the files of earlier owners,
-        which `upload_files` has written again. Nothing of a later owner is touched."""
-        names = [name for name in self.place.names()
-                 if 0 < number_of(name) <= self.number and not name.startswith("lease/")]
-        earlier = [one for one in _copies(names) if one.run == new.run and one != new]
-        kept = {one.folder for one in [new, *earlier[: keep - 1]]}
-        # All of a run that --fresh has left stays
-        others = {one.number for one in _copies(names) if one.run != new.run}
-
-        def is_old(name: str) -> bool:
-            if "/checkpoints/" not in name:
-                return number_of(name) not in {self.number, *others}
-            return f"/checkpoints/{new.run}/" in name and name.rpartition("/")[0] not in kept
-
-        old = [name for name in names if is_old(name)]
-        for first in (True, False):
-            self.place.remove(name for name in old if name.endswith(f"/{MANIFEST}") == first)
-
-    # Reading --------------------------------------------------------------------------------------------------
-
-    def newest_run(self) -> tuple[int, Lineage | None]:
-        """The last owner that has written a whole run.json, and what that says; 0 and None where there is no run."""
-        names = self.place.names()
-        for number in range(max(map(number_of, names), default=0), 0, -1):
-            name = f"{folder_of(number)}/{FILE}"
-            if name in names and (found := Lineage.of(self.place.read_json(name))):
-                return number, found
-        if runs := sorted({one.run for one in _copies(names)}):
-            raise UserError(
-                f"{self.place.url} must say in run.json which run it holds, got none, and checkpoints of "
-                f"{', '.join(runs)}. Put run.json back from a copy, or set another --name."
-            )
-        return 0, None
-
-    def copies(self, run: str) -> list[Stored]:
-        """The copies of that run, the newest first."""
-        return [one for one in _copies(self.place.names()) if one.run == run]
-
-    def fetch(self, stored: str, check: Check = no_check) -> Copy:
-        """Copy the folder `stored` of a copy into ours. Raises Damaged, and UserError where the disk here is full, or
-        `check` refuses it."""
-        directory, name = self.folder / "checkpoints", stored.rpartition("/")[2].rpartition("-")[0]
-        target, staging = directory / name, copies.staging_of(directory)
-        fetched = staging / name  # its name says the step, which is verified too
-        try:
-            with disk_errors("checkpoint", directory):
-                self._download(stored, fetched)
-                copy = read(fetched, check)
-                shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
-                return replace(copy, path=fetched.rename(target))
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-
-    def _download(self, stored: str, target: Path) -> None:
-        """Raises Damaged where the manifest, or the digest of that in the copy's name, tells that it is."""
-        place = self.place.below(stored)
-        manifest = place.read(MANIFEST)
-        if manifest is None:
-            raise Damaged(stored, f"{MANIFEST} is missing")
-        if not stored.endswith(_digest(manifest)):
-            raise Damaged(stored, f"{MANIFEST} does not match the digest in the folder's name")
-        for name in filter(copies.FILE.fullmatch, place.names()):
-            place.download(name, target / name)
-
-    def fetch_newest(self, run: str) -> Path | None:
-        """Fetch the newest whole copy of that run, and return its path here; None where there is none at all. Raises
-        UserError where all are damaged."""
-        each = ((f"checkpoint {one.name}", partial(self.fetch, one.folder)) for one in self.copies(run))
-        found = newest_whole(self.place.url, each, self.place.warn)
-        return found.path if found else None
-
-    def fetch_files(self, number: int) -> None:
-        """Fetch everything besides copies that this owner has written. Raises UserError where the disk here is full."""
-        own = self.place.below(folder_of(number))
-        with disk_errors("copy of the run", self.folder):
-            for name in sorted(own.names(), key=lambda name: name == FILE):  # with that all are here
-                # No name may lead elsewhere
-                if name in FILES or (name.startswith(f"{TENSORBOARD}/") and ".." not in name):
-                    own.download(name, self.folder / name)
+# What lies at a place, for commands too. All raise as `Place` does ---------------------------------------------------
 
 
-def _copies(names: Iterable[str]) -> list[Stored]:
-    """The newest first."""
+def newest_run(place: Place, names: Iterable[str]) -> tuple[int, Lineage | None]:
+    """The last owner that has written a whole run.json, and what that says; 0 and None where there is no run. `names`:
+    all at the place."""
+    for number in range(max(map(number_of, names), default=0), 0, -1):
+        name = f"{folder_of(number)}/{FILE}"
+        if name in names and (found := Lineage.of(place.read_json(name))):
+            return number, found
+    if runs := sorted({one.run for one in _copies(names)}):
+        raise UserError(
+            f"{place.url} must say in run.json which run it holds, got none, and checkpoints of {', '.join(runs)}. Put "
+            "run.json back from a copy, or set another --name."
+        )
+    return 0, None
+
+
+def _copies(names: Iterable[str], run: str = "") -> list[Stored]:
+    """Those of all runs, or of one, the newest first."""
     keys = filter(None, map(KEY.fullmatch, names))
-    return sorted((Stored(int(key[1]), int(key[4]), key[2], key[3]) for key in keys), reverse=True)
+    stored = (Stored(int(key[1]), int(key[4]), key[2], key[3]) for key in keys)
+    return sorted((one for one in stored if run in ("", one.run)), reverse=True)
 
 
 def _digest(manifest: bytes) -> str:
     return hashlib.sha256(manifest).hexdigest()[:12]
 
 
-class SecondPlace(StoredRun):
+def _download(place: Place, stored: str, target: Path) -> None:
+    """Copy the folder `stored` of a copy. Its files are not verified. Raises Damaged where the manifest is not that of
+    the copy's name, and OSError."""
+    place = place.below(stored)
+    manifest = place.read(MANIFEST)
+    if manifest is None:
+        raise Damaged(stored, f"{MANIFEST} is missing")
+    if not stored.endswith(_digest(manifest)):
+        raise Damaged(stored, f"{MANIFEST} does not match the digest in the folder's name")
+    for name in filter(copies.FILE.fullmatch, place.names()):
+        place.download(name, target / name)
+
+
+@contextlib.contextmanager
+def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
+    """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
+
+    The address may name a run, which stands for its newest whole checkpoint, a folder without subfolders, such as a
+    checkpoint's, or a file. Raises UserError if there is nothing to read or the store refuses, and PeerLost if it does
+    not answer within `timeout_s`.
+    """
+    if not is_url(place):
+        yield Path(place)
+        return
+
+    def fetch(one: Stored) -> Copy:
+        target = own / one.name.rpartition("-")[0]
+        _download(there, one.folder, target)
+        return replace(read(target), tracked={})  # else its state would be in memory for the length of the block
+
+    warn, folder = logging.getLogger("rankup").warning, cache_roots()[0] / "fetched"
+    with contextlib.ExitStack() as stack:
+        with disk_errors("RANKUP_CACHE", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+            there = Place.open(place, warn=warn, timeout_s=timeout_s)
+            newest, names = own / there.url.rpartition("/")[2], there.names()
+            if run := newest_run(there, names)[1]:
+                each = ((f"checkpoint {one.name}", partial(fetch, one)) for one in _copies(names, run.run))
+                newest = copy.path if (copy := newest_whole(place, each, warn)) else newest
+            else:
+                for name in names or [""]:  # a list at http does not know the file at its own address
+                    if "/" not in name:
+                        there.download(name, newest / name)
+        if not newest.exists():
+            raise UserError(f"{place} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
+        yield newest
+
+
+class SecondPlace:
     """The second place of the run in `folder`, to which a thread copies, always the newest. Rank 0 only. `settle`
     raises what a required one failed with. A mirror that fails is one line until it is back, and the end says what
     it lacks."""
@@ -199,8 +142,8 @@ class SecondPlace(StoredRun):
         self, url: str, folder: Path, lease: Lease, log: logging.Logger, options: Options, *, required: bool
     ) -> None:
         """`url`: of all runs there. `lease`: of `folder`, which is held already."""
-        super().__init__(Place.open(url, warn=log.warning if required else self._fail).below(folder.name), folder)
-        self.required, self.options, self.log = required, options, log
+        self.required, self.options, self.log, self.folder = required, options, log, folder
+        self.place = Place.open(url, warn=log.warning if required else self._fail).below(folder.name)
         self.address, self.run = self.place.url, ""  # the id of the run that is copied
         self.called = self.address if required else f"the mirror {self.address}"
         self.lease = StoreLease(self.place, lease)
@@ -208,6 +151,7 @@ class SecondPlace(StoredRun):
         self._waits = False  # a thread has yet to begin, and copies what is the newest then
         self._missing: Path | None = None  # the newest copy, while the place lacks it
         self._failing = ""  # what was said of a mirror that fails
+        self._uploaded: dict[str, tuple[int, int]] = {}  # a file's size and time when it was uploaded last
 
     def patient(self, timeout_s: float) -> None:
         """From now on requests are tried again for so long."""
@@ -227,7 +171,7 @@ class SecondPlace(StoredRun):
                 stack.enter_context(self.lease)
             self._claim()
         with self._asking(alone=alone):
-            number, there = self.newest_run()
+            number, there = newest_run(self.place, names := self.place.names())
             if there is None or not wanted(there):
                 return []
             behind = self.required and not (here and here.goes_on_from(there))
@@ -239,16 +183,37 @@ class SecondPlace(StoredRun):
             elif here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
                 there.write(self.folder)
             run = Lineage.read(self.folder)
-            for one in self.copies(run.run) if run else []:
-                # Who wrote it. Its bytes were not checked; "" where that can't be read
-                record = self.place.read_json(f"{one.folder}/{STATE}")
-                attempt = str(record.get("attempt", "")) if record.get("run") == one.run else ""
-                found.append([one.folder, one.step, attempt, one.run])
+            for one in _copies(names, run.run) if run else []:
+                found.append([one.folder, *copies.about(self.place.read_json(f"{one.folder}/{STATE}"), one.step)])
         return found
 
-    def _download(self, stored: str, target: Path) -> None:
+    def fetch_files(self, number: int) -> None:
+        """Fetch everything besides copies that this owner has written. Raises UserError where the disk here is full."""
+        own = self.place.below(folder_of(number))
+        with disk_errors("copy of the run", self.folder):
+            for name in sorted(own.names(), key=lambda name: name == FILE):  # with that all are here
+                # No name may lead elsewhere
+                if name in FILES or (name.startswith(f"{TENSORBOARD}/") and ".." not in name):
+                    own.download(name, self.folder / name)
+
+    def fetch(self, stored: str, check: Check) -> Copy:
+        """Copy the folder `stored` of a copy into ours. Raises Damaged, and UserError where the disk here is full, or
+        `check` refuses it."""
+        directory, name = self.folder / "checkpoints", stored.rpartition("/")[2].rpartition("-")[0]
+        target, staging = directory / name, copies.staging_of(directory)
+        path = staging / name  # its name says the step, which is verified too
+        try:
+            with disk_errors("checkpoint", directory):
+                self._fetch_into(path, stored)
+                copy = read(path, check)
+                shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
+                return replace(copy, path=path.rename(target))
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _fetch_into(self, path: Path, stored: str) -> None:
         with self._asking(alone=not self._whole()):
-            super()._download(stored, target)
+            _download(self.place, stored, path)
             return
         raise Damaged(stored, f"{self.called} fails")
 
@@ -274,7 +239,6 @@ class SecondPlace(StoredRun):
         """Take the mirror over from its earlier owner. Raises UserError where another attempt does so now."""
         if not self.lease.number:
             self.lease.claim(max(map(number_of, self.place.names()), default=0) + 1)
-        self.number = self.lease.number
 
     # While training -------------------------------------------------------------------------------------------
 
@@ -296,7 +260,7 @@ class SecondPlace(StoredRun):
         """Do at once what `copy` does. Raises UserError and PeerLost, for a mirror too."""
         self.patient(self.options.save_timeout_s)
         if not self.lease.number:  # the mirror did not answer at the opening
-            here, (_, there) = Lineage.read(self.folder), self.newest_run()
+            here, (_, there) = Lineage.read(self.folder), newest_run(self.place, self.place.names())
             if here and there and there.run == here.run and not here.goes_on_from(there):
                 raise PeerLost(f"another attempt has gone on with the run on {self.address}")
         self._claim()
@@ -305,9 +269,61 @@ class SecondPlace(StoredRun):
         try:
             self.upload_files()  # first: a resumed run does not repeat saved steps
             if path is not None:
-                self.upload_copy(path, run=self.run, keep=self.options.keep, check=self.lease.look)
+                self._upload_copy(path)
         finally:
             copies.uploading.discard(path)
+
+    def upload_files(self) -> None:
+        """Copy what has changed in the folder besides its copies."""
+        paths = [*(self.folder / name for name in FILES), *(self.folder / TENSORBOARD).rglob("*")]
+        stats = {path.relative_to(self.folder).as_posix(): path.stat() for path in paths if path.is_file()}
+        now = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+        changed = {name for name, stat in now.items() if self._uploaded.get(name) != stat}
+        own = self.place.below(folder_of(self.lease.number))
+        # run.json is last: with it the files of this owner are complete, and count instead of an earlier owner's
+        for names in (changed - {FILE}, changed & {FILE}):
+            own.upload({name: self.folder / name for name in names})
+        self._uploaded |= now
+
+    def _upload_copy(self, path: Path) -> None:
+        """Copy the folder `path`, unless this very copy is there, and remove all but the `keep` newest. A kill at any
+        point leaves the earlier copies, and at most objects that no manifest names, which a later upload removes."""
+        new, names = self._stored(path), self.place.names()
+        if any(one.name == new.name for one in _copies(names)):
+            return
+        files = {f"{new.folder}/{file.name}": file for file in path.iterdir() if file.name != MANIFEST}
+        self.place.upload({name: file for name, file in files.items() if names.get(name) != file.stat().st_size})
+        manifest = (path / MANIFEST).read_bytes()
+        if self._stored(path) != new:  # that step was saved again, and what was read may be of both
+            return
+        self.lease.look()
+        self.place.write(f"{new.folder}/{MANIFEST}", manifest)
+        self.lease.look()
+        self._remove_old(new)
+
+    def _stored(self, path: Path) -> Stored:
+        name = path.name.partition(".")[0]  # `.replaced`, after a kill between two renames
+        digest = _digest((path / MANIFEST).read_bytes())
+        return Stored(self.lease.number, step_of(path), self.run, f"{name}-{digest}")
+
+    def _remove_old(self, new: Stored) -> None:
+        """Remove all copies of the run but the `keep` newest, their manifests first, and the files of earlier owners,
+        which `upload_files` has written again. Nothing of a later owner is touched."""
+        names = [name for name in self.place.names()
+                 if 0 < number_of(name) <= new.number and not name.startswith("lease/")]
+        earlier = [one for one in _copies(names, new.run) if one != new]
+        kept = {one.folder for one in [new, *earlier[: self.options.keep - 1]]}
+        # All of a run that --fresh has left stays
+        others = {one.number for one in _copies(names) if one.run != new.run}
+
+        def is_old(name: str) -> bool:
+            if "/checkpoints/" not in name:
+                return number_of(name) not in {new.number, *others}
+            return f"/checkpoints/{new.run}/" in name and name.rpartition("/")[0] not in kept
+
+        old = [name for name in names if is_old(name)]
+        for first in (True, False):
+            self.place.remove(name for name in old if name.endswith(f"/{MANIFEST}") == first)
 
     def finish(self, *, stopped: bool) -> None:
         """Copy all a last time. A mirror is waited for for a while."""
@@ -342,36 +358,3 @@ class SecondPlace(StoredRun):
         if not self._failing:
             self.log.warning(f"the mirror fails, the training goes on: {text}")
         self._failing = text
-
-
-# For other commands --------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
-    """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
-
-    The address may name a run, which stands for its newest whole checkpoint, a folder without subfolders, such as a
-    checkpoint's, or a file. Raises UserError if there is nothing to read or the store refuses, and PeerLost if it does
-    not answer within `timeout_s`.
-    """
-    if not is_url(place):
-        yield Path(place)
-        return
-    folder = cache_roots()[0] / "fetched"
-    with disk_errors("RANKUP_CACHE", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        own = tempfile.TemporaryDirectory(dir=folder)
-    with own:
-        there = Place.open(place, warn=logging.getLogger("rankup").warning, timeout_s=timeout_s)
-        stored = StoredRun(there, Path(own.name))
-        if run := stored.newest_run()[1]:
-            newest = stored.fetch_newest(run.run)
-        else:
-            newest = stored.folder / there.url.rpartition("/")[2]
-            for name in there.names() or [""]:  # a list at http does not know the file at its own address
-                if "/" not in name:
-                    there.download(name, newest / name)
-        if newest is None or not newest.exists():
-            raise UserError(f"{place} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
-        yield newest

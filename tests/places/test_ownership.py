@@ -17,10 +17,10 @@ from rankup.errors import PeerLost, UserError
 from rankup.places.files import remove_unfinished, write_json
 from rankup.places.lease import Lease, Lineage, StoreLease
 from rankup.state.choice import STORE, Candidate, in_order
-from rankup.state.copies import Damaged, find_problem, list_copies, step_of
+from rankup.state.copies import Damaged, find_problem, list_copies, no_check, step_of
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace
-from tests.rigs.checkpoints import load_checkpoint, save, steps
+from tests.rigs.checkpoints import load_checkpoint, save, second_place, steps
 from tests.rigs.object_store import BUCKET, S3
 
 SEED = 20261124
@@ -80,7 +80,7 @@ class Writer:
         """Count the requests of `place` as operations."""
         place.patient(timeout_s)
         # Of two that find a mirror at the same time the first to copy owns it
-        is_owner = (lambda: True) if place.required else (lambda: place.number > 0)
+        is_owner = (lambda: True) if place.required else (lambda: place.lease.number > 0)
         place.place = replace(place.place, fs=_Held(place.place.fs, self, is_owner))
 
 
@@ -178,12 +178,7 @@ class AtSecondPlace:
         self.looks = 2 if required else 0  # who owns the run, and a sign of life of that owner
 
     def open(self, name: str, run_dir: Path) -> SecondPlace:
-        lease: Any = SimpleNamespace(
-            token=name, predecessor="", attempt=name, agreed=False, check=lambda: None, is_ours=lambda: True
-        )
-        log: Any = SimpleNamespace(info=str, debug=str, warning=str)
-        options = Options(keep=1, save_timeout_s=60.0)
-        return SecondPlace(self.url, run_dir, lease, log, options, required=self.required)
+        return second_place(self.url, run_dir, name, Options(keep=1, save_timeout_s=60.0), required=self.required)
 
     def attempt(self, name: str, num_saves: int, writer: Writer | None) -> None:
         run_dir = self.folder / name / "run"
@@ -198,7 +193,7 @@ class AtSecondPlace:
             group: Any = SimpleNamespace(hosts=["host"])
             for _, one in in_order(candidates, lineage, lambda other: True, group, run_dir):
                 with contextlib.suppress(Damaged):
-                    place.fetch(one.where)
+                    place.fetch(one.where, no_check)
                     break
             step = newest_good_step(run_dir / "checkpoints")
             if not num_saves:
@@ -315,4 +310,4 @@ def test_damaged_copy_on_a_mirror_is_no_failing_mirror(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         ((stored, *_),) = mirror.adopt(stack, wanted=lambda there: True)
     with pytest.raises(Damaged, match="does not match the digest"):
-        mirror.fetch(stored)
+        mirror.fetch(stored, no_check)

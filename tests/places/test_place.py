@@ -13,11 +13,7 @@ from rankup.places import place
 from rankup.places.files import staged, write_atomically
 from rankup.places.lease import Lease, StoreLease
 from rankup.places.place import Place
-from rankup.state.second_place import StoredRun
-from tests.rigs.checkpoints import save
 from tests.rigs.object_store import BUCKET, S3, Door, Request
-
-RUN = "0123456789abcdef"
 
 
 @pytest.fixture
@@ -37,14 +33,11 @@ class Bucket:
     """Where a test's objects are."""
 
     def __init__(self, folder: Path) -> None:
-        self.url, self.there = f"s3://{BUCKET}/{folder.name}", folder / "there"
+        self.url = f"s3://{BUCKET}/{folder.name}"
         self.said: list[str] = []
 
     def place(self, timeout_s: float = 0.0) -> Place:
         return Place.open(self.url, warn=self.said.append, timeout_s=timeout_s)
-
-    def run(self, timeout_s: float = 0.0) -> StoredRun:
-        return StoredRun(self.place(timeout_s), self.there, number=1)
 
 
 @pytest.fixture
@@ -65,8 +58,9 @@ def test_a_large_file_goes_in_parts(door: Door, bucket: Bucket, tmp_path: Path) 
 def test_what_fails_for_a_moment_is_tried_again(door: Door, bucket: Bucket, tmp_path: Path) -> None:
     failures = iter([500, 503] * 3)
     door.rule = lambda request: next(failures, None)
-    bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
-    assert bucket.run().fetch_newest(RUN) is not None
+    (tmp_path / "file").write_text("its content")
+    bucket.place(timeout_s=60).upload({name: tmp_path / "file" for name in "abc"})
+    assert bucket.place().read("c") == b"its content"
     assert "tried again for" in bucket.said[0]
 
 

@@ -1,5 +1,6 @@
 """A run's copy in a store of objects: whole or not at all, and nothing is loaded that a digest does not confirm."""
 
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -9,56 +10,70 @@ import pytest
 from rankup.errors import UserError
 from rankup.places.lease import Lineage
 from rankup.places.place import Place
-from rankup.state.second_place import StoredRun
-from tests.rigs.checkpoints import damaged, newest, save, steps
+from rankup.state.copies import Damaged, no_check
+from rankup.state.saver import Options
+from rankup.state.second_place import SecondPlace, _copies, newest_run
+from tests.rigs.checkpoints import damaged, newest, save, second_place, steps
 
 RUN = "0123456789abcdef"
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    return str(tmp_path / "copy")
+    return str(tmp_path / "copies")
 
 
-def open_store(url: str, folder: Path = Path("nowhere"), *, number: int = 1) -> StoredRun:
-    return StoredRun(Place.open(url, warn=str), folder, number=number)
+def open_store(url: str, machine: Path, *, number: int = 1, keep: int = 9) -> SecondPlace:
+    """The place of the run that works in a folder of this machine, for the owner with this number."""
+    place = second_place(url, machine / "run", "it", Options(keep=keep))
+    place.run, place.lease.number = RUN, number
+    return place
+
+
+def newest_of(place: SecondPlace) -> Path | None:
+    """The newest whole copy there, fetched."""
+    for one in _copies(place.place.names()):
+        with contextlib.suppress(Damaged):
+            return place.fetch(one.folder, no_check).path
+    return None
 
 
 def test_the_newest_checkpoint_comes_back_and_old_ones_and_a_killed_upload_are_removed(
     url: str, tmp_path: Path
 ) -> None:
-    store = open_store(url)
+    store = open_store(url, tmp_path / "here", keep=2)
     store.place.write(f"00000001/checkpoints/{RUN}/step-00000005-0123456789ab/model.safetensors", b"cut off")
     for step in (10, 20, 30):
-        store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=2)
+        store.upload(save(tmp_path / "here", step))
     left = {name.split("/")[3][:13] for name in store.place.names()}
     assert left == {"step-00000020", "step-00000030"}
-    there = tmp_path / "there" / "checkpoints"
-    assert open_store(url, there.parent).fetch_newest(RUN) == there / "step-00000030"
+    there = tmp_path / "there" / "run" / "checkpoints"
+    assert newest_of(open_store(url, tmp_path / "there")) == there / "step-00000030"
     assert newest(there) == (30, [])
     assert steps(there) == [30]
 
 
 def test_a_store_with_copies_and_no_run_file_is_refused(url: str, tmp_path: Path) -> None:
-    open_store(url).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=9)
+    store = open_store(url, tmp_path)
+    store.upload(save(tmp_path / "here", 10))
     with pytest.raises(UserError, match=r"must say in run\.json .*, got none, and checkpoints of 0123456789abcdef\."):
-        open_store(url).newest_run()
+        newest_run(store.place, store.place.names())
 
 
 @pytest.mark.parametrize("content", [json.dumps(Lineage("../..", "", "", [], 1).values()), "[" * 100_000],
                          ids=["id", "nested"])
 def test_a_run_whose_id_leads_out_of_its_folder_or_that_can_not_be_read_is_no_run(url: str, content: str) -> None:
-    store = open_store(url)
-    store.place.write("00000001/run.json", content.encode())
-    assert store.newest_run() == (0, None)
+    there = Place.open(url, warn=str)
+    there.write("00000001/run.json", content.encode())
+    assert newest_run(there, there.names()) == (0, None)
 
 
 def test_a_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path) -> None:
     """Each damages up to three objects."""
     rng = random.Random(0)
-    store = open_store(url)
+    store = open_store(url, tmp_path / "here")
     for step in (10, 20, 30):
-        store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=9)
+        store.upload(save(tmp_path / "here", step))
     objects = {name: store.place.read(name) or b"" for name in sorted(store.place.names())}
     found: dict[int | None, int] = {}
     for case in range(1000):
@@ -72,34 +87,31 @@ def test_a_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path)
                 store.place.write(name, left)
             if left != objects[name]:
                 whole -= {int(name.split("/")[3][5:13])}
-        there = tmp_path / str(case)
-        try:
-            fetched = open_store(url, there).fetch_newest(RUN)
-        except UserError:
-            fetched = None
-        step = newest(there / "checkpoints")[0] if fetched else None
+        fetched = newest_of(open_store(url, tmp_path / str(case)))
+        step = newest(fetched.parent)[0] if fetched else None
         assert step == max(whole, default=None), f"case {case}"
         found[step] = found.get(step, 0) + 1
     assert found.keys() == {10, 20, 30, None}
 
 
 def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run = tmp_path / "here" / "run"
     for name in ("metrics.jsonl", "tensorboard/events.1"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(f"content of {name}\n")
     Lineage(RUN, "", "", [], 1).write(run)
-    store, first = open_store(url, run), open_store(url).place.below("00000001")
-    store.upload_files()
+    store = open_store(url, run.parent)
+    first = store.place.below("00000001")
+    store.upload(None)
     first.remove(first.names())
     (run / "run.json").touch()
     (run / "metrics.jsonl").write_text("more\n")
-    store.upload_files()
+    store.upload(None)
     assert sorted(first.names()) == ["metrics.jsonl", "run.json"]
-    open_store(url, run, number=2).upload_files()
+    open_store(url, run.parent, number=2).upload(None)
     for name in ("lease.json", ".lock", "tensorboard/../../elsewhere"):
         store.place.write(f"00000002/{name}", b"")  # somebody's
-    there = tmp_path / "there"
-    open_store(url, there).fetch_files(2)
+    there = tmp_path / "there" / "run"
+    open_store(url, there.parent).fetch_files(2)
     found = sorted(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file())
     assert found == ["metrics.jsonl", "run.json", "tensorboard/events.1"]

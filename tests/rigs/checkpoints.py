@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from rankup.loop.record import FORMAT, check_record, versions
 from rankup.observe.metrics import Position
 from rankup.state import copies, reading, tree
 from rankup.state.copies import STATE, Content, list_copies, to_json
+from rankup.state.saver import Options
+from rankup.state.second_place import SecondPlace
 from train.config import Config
 from train.run.run_directory import check
 
@@ -63,6 +66,15 @@ def save(
     state = training_state(step, run=run, attempt=attempt, lineage=lineage)
     optimizer = {"state": {0: {"momentum_buffer": torch.ones(3)}}}
     return copies.save(directory, files_of(state, model, optimizer), step=step, keep=keep, **more)
+
+
+def second_place(url: str, run_dir: Path, name: str, options: Options, *, required: bool = True) -> SecondPlace:
+    """That of the run in `run_dir`, for the attempt `name`, which owns its folder for ever."""
+    lease: Any = SimpleNamespace(
+        token=name, predecessor="", attempt=name, agreed=False, check=lambda: None, is_ours=lambda: True
+    )
+    log: Any = SimpleNamespace(info=str, debug=str, warning=str)
+    return SecondPlace(url, run_dir, lease, log, options, required=required)
 
 
 def newest(directory: Path) -> tuple[int, list[str]]:
