@@ -102,8 +102,8 @@ class Leader(Memberships):
     def yields_to(self, other: Mapping[str, Any]) -> bool:
         """Whether another leader of this job, which has said so much of itself, takes the place of this one. One that
         is cut off may have proposed more than this one, but it knows of no newer membership that was committed."""
-        theirs, ours = ([each[name] for name in ("formed", "n", "running", "token")] for each in (other, self.greeting()))
-        return same_job(other, self.basis) and theirs > ours
+        names, own = ("formed", "n", "running", "token"), self.greeting()
+        return same_job(other, self.basis) and [other[name] for name in names] > [own[name] for name in names]
 
     def _read(self, link: Link, hello: Mapping[str, Any]) -> Member | None:
         """A newcomer introduces itself. None where it can't belong to this job."""
@@ -124,8 +124,6 @@ class Leader(Memberships):
             self._model = member
         if self._limits is not None and not self.running and fits(basis, BASIS) and age(basis) > age(self.basis):
             self.basis = dict(basis)
-            self._same_arguments = bool(self.basis.get("same_arguments"))
-            self.membership = max(self.membership, self.basis["n"])  # a spare may not have heard its proposal
         return member
 
     async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:

@@ -134,7 +134,7 @@ def _flush() -> None:
 
 
 def in_background(work: Callable[[], T]) -> "concurrent.futures.Future[T]":
-    """What `work` returns or raises, in a thread of its own: nobody has to wait for it, not even the end of the process.
+    """What `work` returns or raises, in a thread of its own: nobody has to wait for it, not even this process's end.
     For calls that nothing can interrupt: a resolver, a disk, or a store whose process is stopped."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()  # who waits may give up, and the thread goes on

@@ -123,10 +123,10 @@ async def test_spare_that_leads_goes_on_from_a_membership_whose_proposal_it_has_
     """It came later, and those that were in use have left. The others come to no leader who knows less."""
     last = {**basis(4, 2), "voters": ["token2", "token3"], "left": True}
     async with room(member(2, of=5), Limits(2, 3, wait_s=0.0)) as there:
-        puppets = [await there.enter(member(2, of=5), basis=last)]
+        puppets = [await there.enter(member(2, of=5), n=7, basis=last)]
         await until(lambda: there.leader.seats.members)
         assert (await (await there.connect()).receive())["formed"] == 7
-        puppets.append(await there.enter(member(3, of=5), basis=last))
+        puppets.append(await there.enter(member(3, of=5), n=7, basis=last))
         await there.pass_time(1.0, *puppets)
         assert (await there.agree(puppets))["n"] == 8
 
