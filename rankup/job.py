@@ -51,9 +51,10 @@ def init(
     `device`: "auto" takes the accelerator of this local rank, else the CPU.
     `fresh`: move the contents of the folder aside and start from the beginning. `save_every_steps`: None saves at the
     end of each epoch, or every 1,000 steps without `job.epochs`; 0 saves only in `job.save`. `keep`: how many copies to
-    keep. `log_every_steps`: how often to write the values of `job.step`. `compare_every_steps`: how often ranks compare
-    digests of their weights and optimizer states, to find a machine that computes wrongly; None takes half a percent
-    of the time; 0 turns it off, for ranks that differ on purpose between two exchanges of weights.
+    keep. `log_every_steps`: how often to write the values of `job.step`; until then, every 10 steps.
+    `compare_every_steps`: how often ranks compare digests of their weights and optimizer states, to find a machine that
+    computes wrongly; None takes half a percent of the time; 0 turns it off, for ranks that differ on purpose between
+    two exchanges of weights.
     `memory_every_steps`: how often each rank copies its part of split state (FSDP2) to its node's memory; None takes
     half a percent of the time, 0 turns it off. Deadlines are in seconds. When one passes, rankup writes the stacks and
     ends the process.

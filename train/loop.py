@@ -20,16 +20,15 @@ from .parallel import METHODS, method_name
 from .parallel.methods import Method
 from .parallel.model import autocast, build_optimizer, compile_model, keep_freed_memory, prepare, rate_at, warm_up
 from .run import weights
-from .run.advice import LEAST_STEPS, advise
 from .run.evaluation import evaluate, evaluation_loader
 from .run.result import Training, describe, progress, write_result
 from .run.run_directory import check_data, open_run_directory
 from .workloads import Workload, load
 
 
-def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = False, advice: bool = True) -> None:
+def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = False) -> None:
     """Train to the end, or to where a stop was asked for. What may be raised: `rankup.errors`. `fresh`: anew, although
-    the run has checkpoints. `advice`: say which other settings would gain."""
+    the run has checkpoints."""
     began_s = time.monotonic()
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
@@ -46,7 +45,7 @@ def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = Fals
     ):
         if job.run.finished:
             return
-        t = build(config, job, method, advice=advice)
+        t = build(config, job, method)
         job.begin()  # from here on a lost rank costs no finished step
         program.log.info(f"ready after {time.monotonic() - began_s:.1f} s")
         show = progress(t)
@@ -59,7 +58,7 @@ def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = Fals
         write_result(t, seconds=time.monotonic() - began_s)
 
 
-def build(config: Config, job: Job, method: Method, *, advice: bool) -> Training:
+def build(config: Config, job: Job, method: Method) -> Training:
     """Data, model and optimizer: new, or as they were at the run's checkpoint. Raises UserError where that can't be."""
     group, run = job.group, job.run
     log, device = group.log, group.device
@@ -95,15 +94,10 @@ def build(config: Config, job: Job, method: Method, *, advice: bool) -> Training
         with autocast(config, device):
             return workload.loss(model, batch)
 
-    def first_batch() -> Any:
-        size = -(-config.batch_size // (group.world_size * config.accumulate))
-        return to_device(workload.train.batch(order.epoch(0)[:size], 0), device)
-
     seed_everything(derive_seed(config.seed, -1, job.rank), device)  # of no step: the run's own are not used up
-    batch = first_batch()
+    size = -(-config.batch_size // (group.world_size * config.accumulate))
+    batch = to_device(workload.train.batch(order.epoch(0)[:size], 0), device)
     warm_up(plain, lambda: loss(model, batch), device, unused_allowed=config.find_unused_parameters)
-    if advice and job.is_main and run.newest is None and not group.restarted and total_steps >= LEAST_STEPS:
-        advise(config, group, method, workload, plain, first_batch)
 
     # State: from here on as the run's checkpoint has it -----------------------------------------------------------
     optimizer = method.after_warm_up(plain, build_optimizer(plain, config, device))

@@ -142,7 +142,7 @@ class Attendance:
             self._leave_membership()
         elif kind == "prepare":
             begun = [record.ask_to_stop(message["stop"]) for record in self._records().values()]
-            link.send("standing", n=message["n"], stop=message["stop"], step=max(begun, default=-1))
+            link.send("standing", n=message["n"], step=max(begun, default=-1))
         elif kind == "confirm":
             for record in self._records().values():
                 record.confirmed = message["stop"]

@@ -187,7 +187,7 @@ class Leader(Memberships):
             pass  # only this leader says who is lost
         elif kind == "standing":
             step, stop = int(message["step"]), self._stop
-            if stop is not None and stop.hear(link, stop=message["stop"], step=step):
+            if stop is not None and stop.hear(link, step=step):
                 self.tell("confirm" if stop.confirmed else "prepare", n=self._formed, stop=stop.step)
         else:
             if kind == "end" and message["code"] == 0:

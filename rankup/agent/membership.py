@@ -96,6 +96,7 @@ class Memberships:
         if not self.over:
             self.tell("over", code=code, text=text)
             self.over = text or "the job at this address has just ended"
+            self._void()
 
     def dismiss(self) -> None:
         """Lead no longer: the members look for another leader."""
@@ -167,7 +168,7 @@ class Memberships:
             self._forming = asyncio.create_task(self._form())
 
     async def _form(self) -> None:
-        """Propose a membership, and commit it once all are ready for it. Cancelled where one of them goes."""
+        """Propose a membership, and commit it once all are ready for it. Cancelled where one goes, or it is over."""
         try:
             # Before the proposal: members take it for newer than what another part of the job commits meanwhile
             while self._claim is not None and (unowned := claims(self.basis, self.seats.tokens) - self._owned):
@@ -175,7 +176,7 @@ class Memberships:
                     self._beaten_s = self._clock()
                     return
                 self._owned.add(n)
-            if self.over or not (seats := self._choose()):
+            if not (seats := self._choose()):
                 return  # one has gone meanwhile
             first, *others = self.seats.members
             if found := [text for each in others if (text := differences(each, first, arguments=False))]:
@@ -183,15 +184,12 @@ class Memberships:
                 return
             self._propose(seats)
             await self._all_ready.wait()
-            if self.over:
-                return
             if problems := [seat.problem for seat in self._chosen if seat.problem]:
                 await asyncio.sleep(timing.ENDING_S)
                 self._give_up(problems)
                 return
             more = dict(await self._prepare(self._proposed))
-            if not self.over:
-                self._start(self._proposed, more)
+            self._start(self._proposed, more)
         except Exception as error:  # a fault of ours must not look like a hang
             self.end(reason(error), code=error.code if isinstance(error, ExpectedError) else JOIN_FAILED)
 
@@ -262,7 +260,7 @@ class Memberships:
         ]
 
     def _void(self) -> None:
-        """Somebody went: what was proposed will not be."""
+        """What was proposed will not be."""
         self._proposed, self._late = 0, set()
         if self._forming is not None:
             self._forming.cancel()

@@ -171,7 +171,7 @@ class Seat:
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
     unfit: str = ""  # why it is no part of the next membership
     leaves: bool = False  # was asked to
-    has: tuple[float, ...] = (0, 0)  # the age of the newest basis that it has said to have
+    has: tuple[int, ...] = ()  # the age of the newest basis that it has said to have
 
     @property
     def name(self) -> str:

@@ -203,7 +203,7 @@ class StopAgreement:
     that is not there REACH_S later keeps the last finished step, and leaves.
 
     | prepare(n, stop)        | leader | let your ranks wait before step `stop`, and say how far they are         |
-    | standing(n, stop, step) | member | the furthest step that a rank of mine has begun, with `stop` before it   |
+    | standing(n, step)       | member | the furthest step that a rank of mine has begun, with `stop` before it   |
     | confirm(n, stop)        | leader | no rank has begun `stop`, and so none will: stop before it               |
 
     `step`: before which to stop, the first one for no other purpose than to hear where all are. `confirmed`: no rank
@@ -215,10 +215,10 @@ class StopAgreement:
         self.step, self.confirmed = 0, False
         self._margin, self._answers = MARGIN, dict[object, int]()  # to the question about `step`
 
-    def hear(self, member: object, *, stop: int, step: int) -> bool:
-        """A member's `standing`. Returns whether all have answered: then there is another step to prepare, or this one
-        to confirm."""
-        if stop != self.step or self.confirmed or member not in self.members:
+    def hear(self, member: object, *, step: int) -> bool:
+        """A member's `standing`, which answers each question once. Returns whether all have answered: then there is
+        another step to prepare, or this one to confirm."""
+        if member not in self.members:  # spares are asked too
             return False
         self._answers[member] = step
         if len(self._answers) < len(self.members):

@@ -127,7 +127,7 @@ class Script:
                 for part in name.split("."):
                     folder /= part
                     found |= {folder / "__init__.py", folder.with_name(f"{part}.py")}
-        return sorted(file for file in found - {self._path} if os.path.isfile(file))
+        return sorted(file for file in found if os.path.isfile(file))
 
 
 def _read(file: Path | None) -> bytes:

@@ -7,7 +7,6 @@ the job may not know the newest voters, so the earlier ones, `before`, have to a
 of a proposal until it is committed, and if a spare has come or gone (as in Raft's joint consensus).
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -17,12 +16,11 @@ Basis = dict[str, Any]
 NONE: Basis = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}
 
 
-def age(basis: Mapping[str, Any]) -> tuple[float, ...]:
+def age(basis: Mapping[str, Any]) -> tuple[int, ...]:
     """The larger, the newer. A proposal is older than what was committed after the membership that it follows: a leader
     that has not noticed yet who is cut off may propose again and again, with higher numbers."""
-    n, v = int(basis["n"]), int(basis["v"])
-    follows = [int(each["n"]) for each in basis.get("before") or [basis]][-1]
-    return (follows, math.inf, n, v) if follows < n else (n, v)
+    follows = (basis.get("before") or [basis])[-1]
+    return int(follows["n"]), int(basis["n"]), int(basis["v"])
 
 
 def knowledge(basis: Mapping[str, Any], token: str) -> dict[str, Any]:

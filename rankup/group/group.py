@@ -7,7 +7,6 @@ unpickle what arrives, so any sender could run code here, and anybody in the net
 import dis
 import io
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from rankup.agent.ends import LOST_PEER
-from rankup.agent.processes import cpu_quota
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, UserError, exit_code, reason
 from rankup.group.watchdog import Watchdog
@@ -50,13 +48,6 @@ class Group:
     @property
     def is_rank0(self) -> bool:
         return self.rank == 0
-
-    @property
-    def cpus(self) -> int:
-        """CPUs that this rank may use: its part of those that this process is allowed."""
-        # By name too: started by hand, or as two nodes on one machine, ranks don't know how many share it
-        ranks = max(self.launch.local_world_size or 1, list(self.hosts).count(self.hosts[self.rank]))
-        return math.floor(cpu_quota()) // ranks
 
     @property
     def attempt(self) -> str:

@@ -11,6 +11,7 @@ them. With FSDP and DeepSpeed by the Trainer's own settings none holds: use the 
 loggers and other callbacks stay as they are.
 """
 
+import copy
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -66,8 +67,8 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._step.inside:
-            self._progress |= {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-            self._progress["log_history"] = [*state.log_history]  # which grows before the next step
+            # Copies: its list of records grows before the next step, and each of its checkpoints changes a dict
+            self._progress |= {field.name: copy.copy(getattr(state, field.name)) for field in dataclasses.fields(state)}
             self._step.__exit__(None, None, None)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any) -> None:

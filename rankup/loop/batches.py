@@ -278,7 +278,7 @@ class Batches:
 
     def __init__(self, job: Any, source: Source) -> None:
         """`job`: a `rankup.loop.job.Job`, which imports this."""
-        self._job, self._source, self.weight = job, source, 1.0
+        self._job, self._source, self.weight, self._reused = job, source, 1.0, False
 
     def __len__(self) -> int:
         return len(self._source.loader)
@@ -307,7 +307,7 @@ class Batches:
         try:
             while True:
                 if live.fetched:  # a loop that has no job.step at all is refused here
-                    job.tracked.check_unchanged()
+                    job.tracked.check_unchanged(after_epoch=live.epoch != position.epoch)
                 elif group.stops_before(position.step):
                     raise job.stopped()
                 clock.start()
@@ -321,7 +321,14 @@ class Batches:
                 streams[number] += 1
                 if not seeded:
                     job.draw_anew()
+                step = position.step
                 yield batch
+                if position.step > step + 1 and live.running[0] is self and not self._reused:
+                    self._reused = True  # said once
+                    group.log.warning(
+                        "batches: a batch took several steps, and a resume between them goes on with the next batch. "
+                        "Put them into one block of job.step"
+                    )
                 if self.weight != 1.0 and not live.weight_asked:
                     live.weight_asked = True  # said once
                     group.log.info(

@@ -44,7 +44,7 @@ class Job:
         self.live = Live(position, self.saving.loader_states)
         self.loop_is_over = False
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
-        self._batches: dict[int, Batches] = {}  # by the id of the loader; the same for each epoch
+        self._batches: dict[int, Batches] = {}  # by the id of the loader, of this epoch and the one before
         self._begun = False
         self._seeds: dict[int, int] = {}  # by step, of the next ones
         self._step = Step(self)
@@ -154,6 +154,9 @@ class Job:
         while self.epoch < count:
             yield self.epoch
             self.stop_here()
+            # A loader that each epoch builds anew would stay alive, and its lasting workers with it
+            used = {id(source.loader) for source in self.live.sources}
+            self._batches = {key: each for key, each in self._batches.items() if key in used}
             self.live.begin_epoch()
             if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
                 self.tracked.check_unchanged(after_epoch=True)
@@ -251,7 +254,7 @@ class Job:
         run.newest = None  # its copy of the state would stay in the memory of every rank
         if self.tracked.items:
             self.tracked.warn_of_others(group.log.warning)
-            group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
+        group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         group.stop.finish_step_first = True
         self.agreement.begin(step)
         self.draw_anew()

@@ -250,7 +250,8 @@ class Saving:
     @property
     def _can_rescue(self) -> bool:
         """Whether this rank alone holds all that the next attempt needs."""
-        return self.settings.can_rescue and not self.tracked.split and not self.agreement.wrong
+        tracked = self.tracked
+        return bool(tracked.items) and self.settings.can_rescue and not tracked.split and not self.agreement.wrong
 
     def keep(self) -> None:
         """Write the last commit to this node's memory. The loop never goes on afterwards.
@@ -259,6 +260,9 @@ class Saving:
         """
         if self.agreement.deciding.acquire(timeout=DECIDE_S):  # another rank may know already that they are not
             self.agreement.deciding.release()
+        hangs = self.run.saver.writing.under_way  # maybe for a disk
+        if self.group.stop.requested and self.group.is_rank0 and not hangs and self.keep_for_stop():
+            return  # rank 0 had come to the step at which all stop, and another rank has left before it
         position = None
         if self._can_rescue and self.position.step > max(0, self.run.saved_step):
             position = self.changing.stop()
@@ -272,6 +276,8 @@ class Saving:
         """Write it, on rank 0 as a copy in its place: the job may go on on other machines. Returns what to say of it;
         "" where this process alone can't keep the state."""
         signal = self.group.stop.signal_name
+        if not self.tracked.items:
+            return self.stopped()
         if self.tracked.split:
             return ""
         if self.agreement.wrong:
@@ -293,6 +299,7 @@ class Saving:
         if position.step > (step_of(newest[-1]) if newest else 0):
             self.figures.metrics.flush()
             self.run.publish(position.step, self._files(position))
+        self.run.leave()
         return self.stopped()
 
     def _files(self, position: Position) -> dict[str, Content]:

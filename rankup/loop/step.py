@@ -4,6 +4,7 @@ from typing import Any
 
 from rankup.observe.stragglers import COMPUTE, WAITING
 
+FIRST_LINES = 10  # steps between two lines until `log_every_steps`: a loop that is short or slow shows its loss too
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
 
 
@@ -26,15 +27,16 @@ class Step:
         job.begin()
         if self.inside:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
-        tracked.check_unchanged()
+        # With batches of the epoch before waiting for this step, what followed the last one is in no commit yet
+        tracked.check_unchanged(after_epoch=self._live.epoch != self._position.epoch)
         if step >= job.agreement.next:
             job.agreement.compare(step)
         self._clock.end_of_backward()
         if tracked.shared:
             job.group.collective(tracked.share_buffers)
-        line = None
-        if (step + 1) % job.settings.log_every_steps == 0 or step + 1 == job.course.total:
-            line = job.figures.line(step + 1, values, weight=self._live.weight)
+        line, number, every = None, step + 1, job.settings.log_every_steps
+        if number % (every if number >= every else FIRST_LINES) == 0 or number == job.course.total:
+            line = job.figures.line(number, values, weight=self._live.weight)
         if tracked.shared or line is not None:
             self._clock.mark(WAITING)
         self._line, self.inside = line, True

@@ -177,7 +177,7 @@ class Reporter:
             run=self.run, attempt=self.group.attempt, began=self._began, time=now,
             first_step=course.first_step, step=step, total_steps=course.total, finished=self._finished,
             seconds={kind: round(each_s, 3) for kind, each_s in seconds.items()},
-            unit=course.unit, per_s=round(speed(self.group, course, step), 1),
+            unit=course.unit, per_s=round(speed(self.group, course, step), 3),
             remaining_s=remaining_s,
             metrics={name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
             ranks=watch.signs_of_life(), nodes=watch.nodes,

@@ -199,7 +199,9 @@ def _state(run: dict[str, Any]) -> str:
 
 
 def _speed(run: dict[str, Any]) -> str:
-    return f"{run['per_s']:,.0f} {run['unit']}/s" if run["per_s"] else ""
+    per_s = run["per_s"] or 0.0
+    number = f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"  # steps may take many seconds
+    return f"{number} {run['unit']}/s" if per_s else ""
 
 
 def _left(run: dict[str, Any]) -> str:

@@ -86,7 +86,7 @@ def peers(folder: Path, group: Group) -> Iterator[list[Any]]:
     for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
         record = read_json(path / STATE)
         of, line = about(record, step_of(path)), Lineage.of(record.get("lineage"))
-        if line is not None and line.run == of[2]:
+        if line is not None:
             yield [PEER, str(path), *of, line.values()]
         else:
             group.log.warning(f"the copy {path} was passed over: its state.json is missing or damaged")

@@ -244,12 +244,15 @@ class Run:
     def publish(self, step: int, files: Mapping[str, Content]) -> None:
         """Save these files as a copy: this process ends. Rank 0 calls it, from any thread, while nothing else is
         written. Raises UserError and PeerLost."""
-        path = self.saver.write(lambda: copies.save(
+        self.saver.write(lambda: copies.save(
             self.saver.folder, files, step=step, keep=self.options.keep, check_owner=self.owner.check
         ))
-        if (store := self.places.get(STORE)) is not None:
-            store.copy(path)
-            store.settle()
+
+    def leave(self) -> None:
+        """Get the newest copy to the other places: this process is stopped without coming to the end of the loop. The
+        rest as `publish`."""
+        for place in self.places.values():
+            place.finish(stopped=True)
 
     def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
         """Write a copy of that step, unless it is saved, to this node's memory. Whether that was done. Any thread calls

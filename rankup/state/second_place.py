@@ -29,7 +29,7 @@ from rankup.places.files import cache_roots
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
 from rankup.places.place import Place
 from rankup.state import copies
-from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_copies, looks_whole, step_of
+from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_copies, looks_whole, step_of, verify
 from rankup.state.reading import Copy, newest_whole, read
 from rankup.state.saver import Options, Writing
 from rankup.timing import FIND_S, UPLOAD_END_S, UPLOAD_STOP_S
@@ -112,7 +112,7 @@ def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
     def fetch(one: Stored) -> Copy:
         target = own / one.name.rpartition("-")[0]
         _download(there, one.folder, target)
-        return replace(read(target), tracked={})  # else its state would be in memory for the length of the block
+        return Copy(target, verify(target), {})  # whoever asked for it reads it
 
     warn, folder = logging.getLogger("rankup").warning, cache_roots()[0] / "fetched"
     with contextlib.ExitStack() as stack:
@@ -204,18 +204,13 @@ class SecondPlace:
         path = staging / name  # its name says the step, which is verified too
         try:
             with disk_errors("checkpoint", directory):
-                self._fetch_into(path, stored)
-                copy = read(path, check)
+                with self._asking(alone=not self._whole()):
+                    _download(self.place, stored, path)
+                copy = read(path, check)  # what a mirror that fails has not given is missing
                 shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
                 return replace(copy, path=path.rename(target))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-    def _fetch_into(self, path: Path, stored: str) -> None:
-        with self._asking(alone=not self._whole()):
-            _download(self.place, stored, path)
-            return
-        raise Damaged(stored, f"{self.called} fails")
 
     def _whole(self) -> list[Path]:
         """The copies in the folder that look whole. Their bytes were not checked."""
@@ -327,7 +322,8 @@ class SecondPlace:
 
     def finish(self, *, stopped: bool) -> None:
         """Copy all a last time. A mirror is waited for for a while."""
-        self.copy(next(reversed(self._whole()), None) if self.required else None)
+        # Where the loop was stopped, it may not have noticed the newest one
+        self.copy(next(reversed(self._whole()), None) if self.required or stopped else None)
         self.settle()
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self.options.save_timeout_s / 2)
         self._copying.join(patience_s)

@@ -12,8 +12,10 @@ from rankup import timing
 from rankup.agent.attendance import Attendance, who_leads
 from rankup.agent.network import Link
 from rankup.agent.protocol import Member
+from rankup.agent.record import Record
+from rankup.agent.votes import NONE
 from rankup.errors import JoinError
-from tests.rigs.meeting_room import Puppet, asynchronous, member
+from tests.rigs.meeting_room import Puppet, asynchronous, member, until
 
 COMMIT = {"ip": "", "hosts": [], "port": 1, "job": "job", "restarts": 0}
 
@@ -147,6 +149,17 @@ async def test_a_leader_that_is_silent_in_a_membership_is_gone_and_looked_for_ag
         assert (await one.hears("propose"))["n"] == 6
 
 
+@asynchronous
+async def test_what_is_said_of_the_last_membership_does_not_replace_a_proposal():
+    proposed, last = {**NONE, "n": 6, "before": [{"n": 5, "voters": []}]}, {**NONE, "n": 5, "v": 3}
+    async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
+        link, _ = await greeted(links)
+        link.send("propose", n=6, ip="", basis=proposed)
+        link.send("basis", basis=last)  # somebody has left meanwhile
+        await one.hears("propose"), await one.hears("basis")
+        assert one.attendance.basis == proposed
+
+
 class Steps:
     """A clock that goes by so much at each sign of life of a member: in steps, or in a leap."""
 
@@ -170,6 +183,20 @@ async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_sil
             for _ in range(100):
                 assert (await link.receive())["is"] == "alive"
         assert one.events.empty()
+
+
+@asynchronous
+async def test_a_member_says_how_far_the_furthest_of_its_ranks_is_once_all_of_them_will_wait():
+    records = {rank: Record.new(rank) for rank in (1, 2, 3)}
+    for rank, step in ((1, 7), (2, 8), (3, 6)):
+        records[rank].begin(step)
+    async with fake_leader() as (port, links), attending(member(1), port=port, records=lambda: records):
+        link, _ = await greeted(links)
+        link.send("prepare", n=1, stop=9)
+        said = await Puppet(link, member(1)).hears("standing")
+        assert (said["step"], {record.stop for record in records.values()}) == (8, {9})
+        link.send("confirm", n=1, stop=9)
+        await until(lambda: all(record.confirmed == 9 for record in records.values()))
 
 
 @asynchronous

@@ -35,6 +35,7 @@ def ended(*codes: int | End) -> Ends:
     # Told to leave, it says nothing
     ([End(0, "n", 1, "KeyboardInterrupt", told=True), 137], None),
     ([End(0, "n", 143, told=True), FAULT], FAULT),
+    ([End(0, "n", FAULT), End(0, "n", 137, "its agent has ended")], FAULT),  # which adds no second end
 ])
 def test_one_end_of_several_is_the_cause(codes: list[int | End], code: int | None) -> None:
     assert ended(*codes).judge().code == code
@@ -43,6 +44,7 @@ def test_one_end_of_several_is_the_cause(codes: list[int | End], code: int | Non
 def test_cause_is_named_with_rank_host_and_reason_and_is_no_rank_that_lost_it() -> None:
     verdict = ended(End(0, "a", 1, RESET), End(1, "b", 1, "ValueError: boom")).judge()
     assert verdict.text == "rank 1 on b ended with 1 (ValueError: boom)"
+    assert [End(0, "a", code, suspect=1).blamed for code in (PEER_LOST, 137)] == [1, 0]
 
 
 def test_restarts_without_a_new_step_are_counted() -> None:
@@ -65,11 +67,23 @@ def test_loss_of_an_agent_is_the_cause_of_those_that_lost_it() -> None:
     assert verdict.text.startswith("rank 1 on b ended with 137 (its agent has ended), restarted (1 of 3")
 
 
-@pytest.mark.parametrize(("codes", "code"), [([STOPPED, FINISHED], 143), ([PEER_LOST, 137], 143), ([STOPPED, 1], 1)])
-def test_job_that_was_asked_to_stop_is_not_started_again(codes: list[int], code: int) -> None:
+@pytest.mark.parametrize("codes", [[STOPPED, STOPPED], [STOPPED, PEER_LOST], [PEER_LOST, PEER_LOST]])
+def test_ranks_that_stop_for_another_membership_use_up_no_restart(codes: list[int]) -> None:
+    """Although one may lose another that left before it."""
     ends = ended(*codes)
-    ends.stopped_by = "SIGTERM"
-    assert ends.judge().code == code
+    assert ends.judge(changing=True).code is None
+    assert (ends.restarts, ends.without_progress) == (1, 0)
+
+
+@pytest.mark.parametrize(("codes", "code"), [
+    ([STOPPED, FINISHED], 143), ([PEER_LOST, 137], 143), ([STOPPED, 1], 1), ([], 143),
+])
+def test_job_that_was_asked_to_stop_is_not_started_again(codes: list[int], code: int) -> None:
+    """Nor where its nodes were just changing."""
+    for changing in (False, True):
+        ends = ended(*codes)
+        ends.stopped_by = "SIGTERM"
+        assert ends.judge(changing=changing).code == code
 
 
 def test_end_of_a_rank_is_kept_for_its_attempt(tmp_path: Path) -> None:
@@ -83,6 +97,7 @@ def test_end_of_a_rank_is_kept_for_its_attempt(tmp_path: Path) -> None:
 def test_summary_names_the_cause_and_not_the_ranks_that_lost_it(tmp_path: Path) -> None:
     ends = [End(2, "c", 143, "", 3), End(0, "a", 171, "lost a peer", 3), End(1, "b", 2, "a mistake", 3)]
     StatusFile(tmp_path, RankEnv(world_size=3, attempt="a-1")).write_summary(ends)
+    StatusFile(tmp_path, RankEnv(1, world_size=3, attempt="a-1")).write_summary(ends[:1])  # rank 0 alone writes it
     summary = read_json(tmp_path / "status.json")
     assert (summary["attempt"], summary["state"], summary["code"]) == ("a-1", "failed", 2)
     assert summary["why"] == "a mistake"

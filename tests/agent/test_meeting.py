@@ -16,8 +16,8 @@ import pytest
 from rankup import timing
 from rankup.agent import attendance
 from rankup.agent.network import LONGEST, encode
-from rankup.agent.protocol import Member, describe_missing, differences
-from rankup.agent.votes import claims, outvoted
+from rankup.agent.protocol import describe_missing, differences
+from rankup.agent.votes import NONE, claims, outvoted, without
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, UserError
 from rankup.timing import FOUND_S, NOTICE_S
@@ -39,6 +39,7 @@ def basis(voters: int, used: int, **more: Any) -> dict[str, Any]:
     [
         (3, 3, (0,), False), (3, 3, (1, 2), True), (3, 2, (1, 2), True), (2, 2, (0,), True), (2, 2, (1,), False),
         (4, 4, (0, 3), True), (4, 4, (1, 2), False), (5, 2, (2, 3, 4), False), (5, 2, (1, 3, 4), True),
+        (3, 3, (2, 1), True),  # the one that leads comes first
     ],
 )
 @asynchronous
@@ -63,7 +64,13 @@ def test_each_of_two_halves_that_share_a_place_has_to_own_what_follows(here: tup
     assert outvoted(basis(4, 4), half, shared=True) == ""
     assert claims(basis(4, 4), half) == {7}
     assert not claims(basis(4, 4), [*half, f"token{3 - here[0]}"])
+    assert not claims(NONE, half), "the first job there would be the last one"
     assert outvoted(basis(4, 4), half[:1], shared=True)
+
+
+def test_node_that_has_left_has_no_say_in_any_membership_that_may_be_the_last():
+    left = without(basis(3, 2, before=[{"n": 6, "voters": ["token0", "token3"]}]), "token0")
+    assert left == {"voters": ["token1", "token2"], "before": [{"n": 6, "voters": ["token3"]}], "left": True}
 
 
 @asynchronous
@@ -164,20 +171,21 @@ async def test_proposal_of_a_leader_that_was_cut_off_is_older_than_what_the_othe
 
 
 @asynchronous
-async def test_spares_know_a_proposal_before_it_is_committed():
-    async with room(member(0, of=2), Limits(1, 1, wait_s=0.0)) as here:
-        first = await here.enter(member(0, of=2))
-        await here.agree([first])
-        spare = await here.enter(member(1, of=2))
+async def test_spares_know_a_proposal_before_it_is_committed_and_take_nobodys_place():
+    async with room(member(0, of=3), Limits(1, 2, wait_s=0.0)) as here:
+        used = [await here.enter(member(rank, of=3)) for rank in (0, 2)]
+        await here.agree(used)
+        spare = await here.enter(member(1, of=3))
         await spare.hears("spare")
         here.leader.lose(here.leader.seats.members[0], "its script ended")
-        await all_hear("lost", (first, spare))
+        await all_hear("lost", (*used, spare))
         here.leader.tick()
-        first.say("ready", n=(await first.hears("propose"))["n"], problem="")
+        await get_ready(used)
         n = (await spare.hears("propose"))["n"]
-        await here.nothing_is_said_to(first)
+        await here.nothing_is_said_to(*used)
         spare.say("ready", n=n, problem="")
-        assert (await first.hears("commit"))["basis"]["voters"] == ["token0", "token1"]
+        said = (await used[0].hears("commit"))["basis"]
+        assert (said["used"], said["voters"]) == (["token0", "token2"], ["token0", "token2", "token1"])
 
 
 @pytest.mark.parametrize("called", [[False], [True, True]])
@@ -249,13 +257,14 @@ async def test_node_that_differs_and_comes_while_the_job_begins_is_turned_away_a
 async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch):
     """One that is started anew waits longer each time: the ranks would stop for it again and again."""
     monkeypatch.setattr(timing, "RETURN_S", 10.0)
-    async with room(limits=ANY) as here:
+    async with room(limits=Limits(2, 3, wait_s=2.0)) as here:
         puppets = await here.three()
-        for puppet, problem in zip(puppets, ("", "no route to node2", "no answer from node0"), strict=True):
+        for puppet, problem in zip(puppets, ("no route to node1", "", "no answer from node0"), strict=True):
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
-        assert (await puppets[2].hears("left_out"))["why"] == "no route to node2"
+        assert (await puppets[2].hears("left_out"))["why"] == "no route to node1"  # never the one that leads
         await here.pass_time(FOUND_S + 1, *puppets)
-        assert (await here.agree(puppets[:2]))["hosts"] == [["node0", 1], ["node1", 1]]
+        said = await here.agree(puppets[:2])
+        assert (said["hosts"], said["basis"]["voters"]) == ([["node0", 1], ["node1", 1]], ["token0", "token1"])
         assert [row["state"] for row in here.leader.nodes()] == ["in use", "in use", "left out"]
         puppets[2].vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
@@ -284,7 +293,7 @@ async def test_lost_spare_disturbs_nobody_and_has_a_vote_until_the_others_know_t
         assert here.leader.nodes()[2]["state"] == "spare"
         spare.vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
-        await here.pass_time(0.5, *puppets)
+        await here.pass_time(1.5, *puppets)
         known = [(await puppets[0].hears("basis"))["basis"] for _ in range(3)]
         assert [[len(each["voters"]) for each in (basis, *basis["before"])] for basis in known] == [[3, 2], [3], [2, 3]]
         assert here.leader.running
@@ -350,6 +359,18 @@ async def test_nodes_that_all_leave_are_those_of_the_membership_that_ends_the_jo
 
 
 @asynchronous
+async def test_leader_that_leaves_chooses_nobody():
+    async with room(limits=Limits(1, 3, wait_s=0.0)) as here:
+        puppets = await here.job()
+        puppets[0].say("leaving")
+        await all_hear("stop", puppets), await all_hear("prepare", puppets)
+        here.leader.lose(here.leader.seats.members[1], "SIGTERM")
+        await all_hear("lost", puppets)
+        await here.pass_time(3.0, *puppets)
+        await here.nothing_is_said_to(*puppets)
+
+
+@asynchronous
 async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
     """They wait themselves, and hear what is missing where too few are left."""
     async with room(limits=Limits(2, 3, wait_s=0.0)) as here:
@@ -364,6 +385,7 @@ async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
         text = "2 of at least 2 nodes are here, 1 of them without their imports yet (lost: rank 1 on node1 (pid 1001): "
         for puppet in (puppets[0], new):
             assert (await puppet.hears("waiting"))["text"].startswith(text)
+        puppets[0].say("alive", ranks=[], warm=False)  # there is no other that leads
         new.say("alive", ranks=[], warm=True)
         await here.pass_time(1.0, puppets[0], new)
         n = (await new.hears("propose"))["n"]
@@ -401,6 +423,21 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
         assert len(asked) <= 5
     assert elect(2) is None
     assert len(asked) == 63
+
+
+@pytest.mark.parametrize(("said", "leads"), [
+    ({}, True), ({"n": 6}, False), ({"job": "another"}, False), ({"token": "token1"}, False),
+])
+def test_who_leads_another_job_or_knows_less_or_is_the_member_itself_is_not_followed(
+    said: dict[str, Any], leads: bool, monkeypatch: pytest.MonkeyPatch
+):
+    async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> dict[str, Any] | None:
+        return {"token": "new", "over": "", "n": 7, "at": [], "job": "job", **said} if ip == "10.0.0.0" else None
+
+    monkeypatch.setattr(attendance, "who_leads", who_leads)
+    one = SimpleNamespace(basis=basis(2, 2), me=member(1))
+    found = asyncio.run(attendance.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
+    assert found == (("10.0.0.0", 1) if leads else None)
 
 
 # Coming together ------------------------------------------------------------------------------------------------------
@@ -485,23 +522,16 @@ async def test_a_route_to_a_member_that_is_ending_is_no_reason_to_refuse_the_oth
 # Who can't belong to it ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("newcomer", "more", "code", "text"),
-    [
-        (member(1, of=9, token="new"), {}, 170, "rank 1 on node1 (pid 1001) was started with WORLD_SIZE=9, rank 0 on "),
-    ],
-)
 @asynchronous
-async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was_whole(
-    newcomer: Member, more: dict[str, Any], code: int, text: str
-):
+async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was_whole():
+    newcomer, text = member(1, of=9, token="new"), "rank 1 on node1 (pid 1001) was started with WORLD_SIZE=9, rank 0 on"
     async with room() as here:
-        for puppet in (await here.enter(member(0)), await here.enter(newcomer, **more)):
+        for puppet in (await here.enter(member(0)), await here.enter(newcomer)):
             said = await puppet.hears("over")
-            assert (said["code"], said["text"][: len(text)]) == (code, text)
+            assert (said["code"], said["text"][: len(text)]) == (170, text)
     async with room() as here:
         puppets = await here.job()
-        await (await here.enter(newcomer, **more)).hears("over")
+        await (await here.enter(newcomer)).hears("over")
         await here.nothing_is_said_to(*puppets)
         assert here.leader.running
 
@@ -614,6 +644,7 @@ async def test_members_may_go_once_it_is_over_and_nobody_else_is_taken():
     async with room() as here:
         puppets = await here.job()
         here.leader.end("", code=0)
+        here.leader.end("too late", code=1)
         puppets[1].vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
         await all_hear("over", (puppets[0], puppets[2]))
@@ -658,6 +689,25 @@ async def test_a_member_whose_ranks_have_all_finished_may_go():
         puppets[0].say("end", n=1, rank=0, code=0)
         puppets[0].vanish()  # before rank 1 has finished
         await until(lambda: not here.leader.running)
+
+
+@asynchronous
+async def test_neither_an_end_nor_an_agreement_on_a_step_to_stop_at_counts_in_the_next_membership():
+    async with room() as here:
+        puppets = await here.job()
+        puppets[1].say("end", n=1, rank=1, code=0)
+        await here.heard.get()
+        for _ in range(2):
+            here.leader.stop("SIGUSR1")
+            await all_hear("stop", puppets), await all_hear("prepare", puppets)
+            here.leader.stop("SIGTERM")
+            await all_hear("stop", puppets)
+            await here.nothing_is_said_to(*puppets)
+            here.leader.lose(puppets[0].me, "exit code 137")
+            await all_hear("lost", puppets)
+            await here.agree(puppets)
+        puppets[1].vanish()
+        assert (await puppets[0].hears("lost"))["ranks"] == [1]
 
 
 @asynchronous

@@ -88,6 +88,14 @@ def test_a_step_that_begins_waits_for_nobody_and_has_all_its_time() -> None:
     assert now.until_s >= now_s + 30.0
 
 
+def test_deadline_that_is_moved_counts_from_now_in_a_phase_that_began_long_ago() -> None:
+    record, now_s = Record.new(), time.monotonic()
+    record.enter("save", 5.0, since_s=now_s - 1000.0)
+    record.extend(30.0)
+    assert (record.phase, record.entered_s) == ("save", now_s - 1000.0)
+    assert record.until_s >= now_s + 30.0
+
+
 def test_reader_sees_each_number_of_a_beginning_whole() -> None:
     record = Record.new()
     record.begin_anew(1)
@@ -131,12 +139,12 @@ class Member:
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
         self.inbox: deque[tuple[str, int]] = deque()
-        self.outbox: deque[tuple[int, int]] = deque()
+        self.outbox: deque[int] = deque()
 
     def take(self) -> None:
         kind, stop = self.inbox.popleft()
         if kind == "prepare":
-            self.outbox.append((stop, max(rank.record.ask_to_stop(stop) for rank in self.ranks)))
+            self.outbox.append(max(rank.record.ask_to_stop(stop) for rank in self.ranks))
         else:
             for rank in self.ranks:
                 rank.record.confirmed = stop
@@ -158,8 +166,7 @@ def stop_all(chance: random.Random, members: list[Member]) -> int:
         if event < 0.1 and member.inbox:
             member.take()
         elif event < 0.2 and member.outbox:
-            stop, step = member.outbox.popleft()
-            if agreement.hear(member, stop=stop, step=step):
+            if agreement.hear(member, step=member.outbox.popleft()):
                 for each in members:
                     each.inbox.append(("confirm" if agreement.confirmed else "prepare", agreement.step))
         else:
@@ -184,15 +191,13 @@ def test_refused_step_is_raised_by_twice_the_margin_once_each_member_has_answere
     agreement = StopAgreement("ab")
     steps = []
     for furthest in (7, 20, 100):
-        asked = agreement.step
         for who in ("a", "a", "stranger"):
-            assert not agreement.hear(who, stop=asked, step=furthest)
-        assert agreement.hear("b", stop=asked, step=0)
-        assert not agreement.hear("a", stop=asked, step=999)
+            assert not agreement.hear(who, step=furthest)
+        assert agreement.hear("b", step=0)
         steps.append(agreement.step)
     assert steps == [7 + MARGIN, 20 + 2 * MARGIN, 100 + 4 * MARGIN]
     assert not agreement.confirmed
-    assert [agreement.hear(who, stop=steps[-1], step=4) for who in "abb"] == [False, True, False]
+    assert [agreement.hear(who, step=4) for who in "ab"] == [False, True]
     assert agreement.confirmed
 
 
@@ -229,3 +234,5 @@ def test_rank_that_is_stopped_does_not_live_because_its_agent_does(monkeypatch: 
     assert record.sign()["ago_s"] == 70.0
     record.enter("step", since_s=90.0)  # it may not have had the time to say more
     assert record.sign()["ago_s"] == 10.0
+    record.enter("script", since_s=90.0)  # which may know nothing of signs
+    assert record.sign()["ago_s"] == 0.0

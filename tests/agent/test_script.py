@@ -105,6 +105,7 @@ def test_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("import rankup_tools", False),
     ("from . import rankup", False),
     ("import rankup\ndef f(:", False),
+    (r"import rankup; '\d'", True),  # of which Python warns
 ])
 def test_script_is_forked_where_it_imports_rankup(text: str, forked: bool, tmp_path: Path) -> None:
     write(tmp_path, "import rankup", "own.py")

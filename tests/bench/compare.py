@@ -67,7 +67,7 @@ def train(name: str, run: Path, settings: list[str], *, processes: int, steps: i
     values = {"{nproc}": str(processes), "{port}": str(free_port())}
     command = [values.get(word, word) for word in LAUNCHERS[launcher]]
     own = ["--run-dir", str(run.parent), "--name", run.name, "--max-steps", str(steps), "--log-every-steps", "1",
-           "--evaluate-every-epochs", "1000000", "--tensorboard=false", "--no-advice", "--fresh"]
+           "--evaluate-every-epochs", "1000000", "--tensorboard=false", "--fresh"]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         code = subprocess.run(

@@ -4,7 +4,7 @@
 
 All entrants train the same model from the same weights, on the same batches in the same order, with the same SGD, one
 thread a process: `racers/shared.py`. Each is a short script in `racers/`, and its docstring says what was done for its
-speed. rankup runs by its own command line, with its defaults, and once more with the flags that its start lines advise.
+speed. rankup runs by its own command line, with its defaults.
 The speed is that from the end of step --warm-up to the end of the last step, on rank 0's clock. The time of the whole
 command has start, imports and one evaluation in it, and rankup's checkpoint. The entrants take turns, in an order that
 changes with each repeat, so that a machine that is busy for a while slows all of them; ratios are of the same repeat.
@@ -14,7 +14,6 @@ Prints tables, and writes them to --output with all figures. Nothing is asserted
 import argparse
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -37,9 +36,7 @@ from tests.rigs.jobs import MAIN, ROOT
 from train.data.sources.fetch import locate
 from train.data.sources.in_memory import KNOWN
 
-# Threads and workers, which it may advise too, would change the conditions of the race
-ADVICE = re.compile(r"--precision bf16")
-RANKUP, ADVISED = "rankup", "rankup as advised"
+RANKUP = "rankup"
 BY_HAND, WITH_LINES = "tuned by hand", "by hand, with rankup"
 BATCH = 128  # global
 Lap = dict[str, Any]  # entrant, precision, processes, repeat, images_per_s, accuracy, loss, command_s, load
@@ -67,7 +64,6 @@ ENTRANTS = (
             "hand_tuned"),
     Entrant(WITH_LINES, "the same loop with job.batches and job.step in it", "hand_tuned", "rankup"),
     Entrant(RANKUP, "its defaults; it also writes metrics, watches its ranks, can stop, and saves at the end"),
-    Entrant(ADVISED, "with the flags that its start lines advise"),
 )
 
 
@@ -80,8 +76,8 @@ def run_script(entrant: Entrant, task: Task, processes: int) -> tuple[dict[str, 
     return json.loads(Path(task.result).read_text()), seconds
 
 
-def run_rankup(task: Task, processes: int, advice: Sequence[str]) -> tuple[dict[str, float], float, str]:
-    """As `run_script`, for rankup's command line; and what it printed. `advice`: more flags."""
+def run_rankup(task: Task, processes: int) -> tuple[dict[str, float], float]:
+    """As `run_script`, for rankup's command line."""
     runs = Path(task.result).parent
     flags = [
         "--workload", "tests.bench.racers.shared:build", "--options.data", task.data, "--batch-size", task.batch_size,
@@ -92,21 +88,18 @@ def run_rankup(task: Task, processes: int, advice: Sequence[str]) -> tuple[dict[
         "--evaluate-every-epochs", 1_000_000, "--save-every-steps", task.steps,
     ]
     several = ["launch", "--nproc", processes, "--max-restarts", 0, MAIN] if processes > 1 else []
-    output, seconds = machine.run(sys.executable, MAIN, *several, "train", *flags, *advice)
+    _, seconds = machine.run(sys.executable, MAIN, *several, "train", *flags)
     # A line is made at the same place of each step: the time between two is that of the steps between them
     ended_s = machine.step_ends(runs / "race")
     speed = (task.steps - task.warm_up) * task.batch_size / (ended_s[task.steps] - ended_s[task.warm_up])
     metrics = json.loads((runs / "race/result.json").read_text())["metrics"]
-    return {"images_per_s": speed, "accuracy": metrics["accuracy"], "loss": metrics["loss"]}, seconds, output
+    return {"images_per_s": speed, "accuracy": metrics["accuracy"], "loss": metrics["loss"]}, seconds
 
 
-def lap(entrant: Entrant, task: Task, processes: int, repeat: int, advice: Sequence[str]) -> Lap:
+def lap(entrant: Entrant, task: Task, processes: int, repeat: int) -> Lap:
     """One training of one entrant."""
     load = os.getloadavg()[0]
-    if entrant.script:
-        found, seconds = run_script(entrant, task, processes)
-    else:
-        found, seconds, _ = run_rankup(task, processes, advice if entrant.name == ADVISED else [])
+    found, seconds = run_script(entrant, task, processes) if entrant.script else run_rankup(task, processes)
     print(
         f"{task.precision}, {processes} processes, repeat {repeat}: {entrant.name} {found['images_per_s']:,.0f} "
         f"images/s, accuracy {found['accuracy']:.4f}, {seconds:.1f} s, load {load:.1f}", file=sys.stderr, flush=True,
@@ -119,15 +112,11 @@ def race(options: argparse.Namespace, task: Task, entrants: Sequence[Entrant]) -
     """All laps, one after the other."""
     laps = []
     for precision in options.precision:
-        own, advice = replace(task, precision=precision), []
-        if any(entrant.name == ADVISED for entrant in entrants):  # it races only where rankup advises something
-            output = run_rankup(replace(own, warm_up=10, steps=50), 1, [])[2]
-            advice = [word for flag in sorted(set(ADVICE.findall(output))) for word in flag.split()]
-        here = [entrant for entrant in entrants if entrant.name != ADVISED or advice]
+        own = replace(task, precision=precision)
         for repeat in range(options.repeats):
-            first = repeat % len(here)
+            first = repeat % len(entrants)
             for processes in options.processes:
-                laps += [lap(each, own, processes, repeat + 1, advice) for each in (*here[first:], *here[:first])]
+                laps += [lap(each, own, processes, repeat + 1) for each in (*entrants[first:], *entrants[:first])]
     return laps
 
 
@@ -154,14 +143,14 @@ def table(laps: Sequence[Lap], precision: str) -> list[str]:
         if not mine:
             continue
         cells = [spread([each["images_per_s"] for each in mine if each["processes"] == w], ",.0f") for w in worlds]
-        factors = [ratio(most, rankup, entrant.name) if entrant.script else None for rankup in (RANKUP, ADVISED)]
-        cells += [f"{factor:.2f}" if factor else "" for factor in factors]
+        factor = ratio(most, RANKUP, entrant.name) if entrant.script else None
+        cells.append(f"{factor:.2f}" if factor else "")
         command_s = statistics.median(each["command_s"] for each in mine if each["processes"] == worlds[-1])
         rows.append([entrant.name, *cells, spread([100 * each["accuracy"] for each in mine], ".1f"),
                      f"{command_s:.1f}"])
     titles = [f"images/s, {world} process{'es' if world > 1 else ''}" for world in worlds]
     at = f" at {worlds[-1]}" if len(worlds) > 1 else ""
-    header = [precision, *titles, f"rankup is faster{at}", f"with its advice{at}", "accuracy, %", f"command{at}, s"]
+    header = [precision, *titles, f"rankup is faster{at}", "accuracy, %", f"command{at}, s"]
     lines = machine.markdown_table(header, rows)
     if found := ratio(most, WITH_LINES, BY_HAND):
         lines += ["", f"The lines of a job in the loop tuned by hand: {found:.3f} of its speed."]

@@ -318,7 +318,7 @@ def test_name_is_downloaded_once_by_two_ranks_when_asked_for(forks: Forks, serve
     env = {"HF_ENDPOINT": served.address, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN,
            "RANKUP_CACHE": str(tmp_path / "cache")}
     words = ("train", "--image-size", "32", "--batch-size", "4", "--max-steps", "3", "--tensorboard=false",
-             "--advice=false", "--run-dir", str(tmp_path / "runs"))
+             "--run-dir", str(tmp_path / "runs"))
     here = forks.run(*words, "--name", "here", "--dataset", f"hf:{served.folder}", world_size=2, env=env)
     assert here[0] == [0, 0], here[1]
     named = (*words, "--name", "named", "--dataset", f"hf:{NAME}")

@@ -36,6 +36,7 @@ NODE = {"nnodes": 3, "node_rank": 2, "master_addr": "a"}
     ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}, {}, (0, 1, 2), "127.0.0.1:0"),
     # Workers without a Master, told by their options
     ({"PET_NNODES": "3", "PET_NPROC_PER_NODE": "auto"}, NODE, (2, 3, 1), "a:29400"),
+    ({"PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto", **FULL}, {}, (1, 4, 1), "node0:29500"),  # or by their variables
     ({"OMPI_COMM_WORLD_SIZE": "1", "HOROVOD_SIZE": "1"}, {}, (0, 1, 1), "127.0.0.1:0"),
     # Indexed Jobs
     (INDEX, {"nnodes": 2, "master_addr": "a"}, (1, 2, 1), "a:29400"),

@@ -124,14 +124,21 @@ def test_others_leave_for_a_stop_once_rank_0_has_kept_the_state(monkeypatch: pyt
     assert left == [143]
 
 
-def test_a_stop_ends_no_process_whose_loop_has_failed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("leaves", [lambda watch: watch.exit_within(PEER_LOST), Watchdog.settle], ids=["fault", "stop"])
+def test_a_stop_ends_no_process_whose_loop_leaves_by_itself(leaves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     watch, left = watchdog_of(1, waiting=True), list[int]()
     monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
     monkeypatch.setattr(watchdog, "leave", lambda code, *_, **__: left.append(code))
     watch.protect(SimpleNamespace(keep_for_stop=lambda: "kept"), timeout_s=60.0)
-    watch.exit_within(PEER_LOST)
+    leaves(watch)
     watch._leave_for_stop()
     assert left == []
+
+
+def test_the_state_is_kept_once_whoever_looks_for_suspects() -> None:
+    watch, kept = watchdog_of(1, waiting=True), list[int]()
+    watch.protect(SimpleNamespace(keep=lambda: kept.append(1)), timeout_s=60.0)
+    assert (watch.suspects(), watch.suspects(), kept) == ([], [], [1])
 
 
 def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 
@@ -68,6 +69,8 @@ else:  # two loaders together
         assert job.weight == even.weight  # of the newest batch
         break
 
+if job.is_main:
+    print("threads", *sorted(each.name for each in threading.enumerate() if type(each) is threading.Thread))
 die = os.environ.get("DIE", "")  # "rank:step:signal", once
 mistake = os.environ.get("MISTAKE", "")
 for _epoch in job.epochs(6):

@@ -1,5 +1,6 @@
 """A loop that counts steps, in which rank 1 computes more slowly: it sleeps, which takes no CPU from the others."""
 
+import threading
 import time
 
 import torch
@@ -13,6 +14,7 @@ job = rankup.init(log_every_steps=2)
 model = DistributedDataParallel(torch.nn.Linear(8, 2).to(job.device))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 job.track(model=model, optimizer=optimizer)
+print("threads", *sorted(each.name for each in threading.enumerate() if type(each) is threading.Thread))
 for step in job.steps(100):
     time.sleep(0.1 if job.rank else 0.005)
     loss = model(torch.full((4, 8), step / 100, device=job.device)).square().mean()

@@ -21,7 +21,7 @@ from rankup.observe import stacks
 from rankup.observe.status import look
 from tests.promises.test_examples import STRUCK, Once
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import start
+from tests.rigs.jobs import metrics, start
 
 SCRIPT = Path(__file__).with_name("loop_script.py")
 RANKS = 3
@@ -36,6 +36,13 @@ def by_hand(forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, di
     """What ranks without a launcher print: the five variables."""
     return forks.ends(STRUCK, SCRIPT, folder / "run", world_size=ranks, cwds=[folder] * ranks,
                       preload="tests.rigs.struck:by_fork", env={**env, "DIE": die}, code=code)
+
+
+def alone(forks: Forks, folder: Path, text: str, *, code: int = 0, **env: str) -> str:
+    """What one rank prints that runs this script."""
+    (folder / "script.py").write_text(text)
+    return forks.ends(STRUCK, folder / "script.py", world_size=1, cwds=[folder], preload="tests.rigs.struck:by_fork",
+                      env=env, code=code)
 
 
 def said(output: str, what: str = "digest") -> str:
@@ -61,6 +68,8 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
     assert ("Fatal Python error: Segmentation fault" in output) == crash  # with the line of Python it came from
     assert said(output) == undisturbed  # also where the killed rank had its model compiled
     assert f"steps: {tmp_path}/run/; rankup status {tmp_path}/run" in output
+    # The values of a loop that ends before log_every_steps, 50
+    assert [line["step"] for line in metrics(tmp_path / "run") if "train/loss" in line] == [10, 20]
     logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
     assert logs.keys() == {f"rank-{rank}.log" for rank in range(RANKS)}
     assert all("no finished step was lost" in text for text in logs.values())
@@ -91,6 +100,7 @@ def test_job_goes_on_with_more_ranks_and_differs_by_the_order_of_sums_alone(fork
     parts = by_hand(forks, tmp_path / "parts", PLAIN="1")
     assert "world size was 2, is 3" in parts
     assert said(parts) != said(whole)
+    assert said(whole, "threads") == "lease line reporter watch"  # of rank 0; one of TensorBoard's comes later
     weights = json.loads(said(whole, "weights"))
     assert json.loads(said(parts, "weights")) == pytest.approx(weights, rel=1e-4, abs=1e-6)
     # The copy as one file, with all the types that this loop keeps
@@ -108,6 +118,32 @@ def test_loop_that_tracks_nothing_stops_and_says_so(forks: Forks, tmp_path: Path
     assert "nothing is tracked, so nothing was saved" in output
 
 
+def test_loop_that_tracks_nothing_stops_while_it_waits_for_data(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time, rankup\nclass Slow(list):\n    def __iter__(self):\n        yield 1\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n        time.sleep(600)\n"
+        "job = rankup.init('run')\nfor _ in job.batches(Slow()):\n    with job.step():\n        pass\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork", code=143)
+    assert "stopped at step 1, nothing is tracked" in output
+
+
+def test_rank_0_saves_where_others_leave_before_they_come_to_the_step_at_which_all_stop(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """Memory is not enough: the job may go on on other machines."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
+        "for step in job.steps(10**6):\n    with job.step():\n        count['n'] += 1\n"
+        "    if step == 3 and job.rank:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(600 if job.rank and step + 1 == job.group.record.confirmed else 0.01)\n"
+    )
+    forks.ends(STRUCK, script, world_size=2, cwds=[tmp_path] * 2, preload="tests.rigs.struck:by_fork", code=143)
+    assert [*(tmp_path / "run" / "checkpoints").glob("step-*")]
+
+
 @pytest.mark.parametrize("where", ["outside", "before", "epoch"])
 def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: Path, where: str) -> None:
     output = by_hand(forks, tmp_path, code=2, ranks=1, MISTAKE=where)
@@ -115,8 +151,7 @@ def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: P
 
 
 def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import os, signal, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         "for epoch in job.epochs(2):\n    for _ in job.batches([1, 2]):\n        with job.step():\n            pass\n"
         "    with job.change():\n        count['n'] += 1\n"
@@ -124,32 +159,67 @@ def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Fo
         "        while job.group.record.stop:\n            pass\n"
         "print('count', count)\njob.finish()\n"
     )
-    whole = {"world_size": 1, "cwds": [tmp_path], "preload": "tests.rigs.struck:by_fork"}
-    assert "saved at step 2" in forks.ends(STRUCK, script, **whole, env={"STOP": "1"}, code=143)
-    assert said(forks.ends(STRUCK, script, **whole), "count") == "{'n': 2}"
+    assert "saved at step 2" in alone(forks, tmp_path, text, STOP="1", code=143)
+    assert said(alone(forks, tmp_path, text), "count") == "{'n': 2}"
+
+
+def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_counts_once(forks: Forks, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, warnings, torch, rankup\nwarnings.filterwarnings('ignore', 'Detected call')  # of a new process\n"
+        "job = rankup.init('run', save_every_steps=1)\nnet = torch.nn.Linear(1, 1)\n"
+        "sgd = torch.optim.SGD(net.parameters(), lr=0.5)\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
+        "job.track(net=net, sgd=sgd, half=half)\nfor epoch in job.epochs(2):\n"
+        "    for n, x in enumerate(job.batches([torch.ones(1)] * 3)):\n        net(x).backward()\n"
+        "        if n % 2:\n            with job.step():\n                sgd.step()\n    half.step()\n"
+        "    if not epoch and 'DIE' in os.environ:\n        job.run.saver.wait()\n        os.kill(os.getpid(), 9)\n"
+        "print('rate', half.get_last_lr())\njob.finish()\n"
+    )
+    alone = {"world_size": 1, "cwds": [tmp_path], "preload": "tests.rigs.struck:by_fork"}
+    forks.ends(STRUCK, script, **alone, env={"DIE": "1"}, code=-signal.SIGKILL)
+    assert said(forks.ends(STRUCK, script, **alone), "rate") == "[0.125]"
+
+
+def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) -> None:
+    """A resume between them goes on with the next batch."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import rankup\njob = rankup.init('run')\nfor _ in job.batches([1, 2]):\n    for _ in range(2):\n"
+        "        with job.step():\n            pass\njob.finish()\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
+    assert output.count("a batch took several steps") == 1
+
+
+def test_lasting_workers_of_a_loader_that_each_epoch_builds_anew_end(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import psutil, rankup\nfrom torch.utils.data import DataLoader\njob = rankup.init('run', save_every_steps=0)\n"
+        "for _ in job.epochs(4):\n"
+        "    for _ in job.batches(DataLoader([1.0], num_workers=1, persistent_workers=True)):\n"
+        "        with job.step():\n            pass\nprint('workers', len(psutil.Process().children()))\njob.finish()\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
+    assert said(output, "workers") in ("0", "1")
 
 
 def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import gc, weakref, torch, rankup\njob, model = rankup.init('run'), torch.nn.Linear(1, 1)\n"
         "job.track(model=model, sgd=torch.optim.SGD(model.parameters()))\n"
         "for _ in job.steps(1):\n    with job.step():\n        pass\n"
         "job.finish()\nseen = weakref.ref(model)\ndel job, model\ngc.collect()\nprint('left', seen())\n"
     )
-    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
-    assert said(output, "left") == "None"
+    assert said(alone(forks, tmp_path, text), "left") == "None"
 
 
 @pytest.mark.parametrize("loop", ["batches([1, 2])", "steps(2)"])
 def test_loop_that_has_no_step_is_refused(forks: Forks, tmp_path: Path, loop: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         f"for _ in job.{loop}:\n    count['n'] += 1\njob.finish()\n"
     )
-    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork", code=2)
-    assert "track: count must change inside job.step alone" in output
+    assert "track: count must change inside job.step alone" in alone(forks, tmp_path, text, code=2)
 
 
 def test_slow_rank_is_named_status_has_speed_and_goodput_and_ranks_can_be_asked_for_stacks(
@@ -158,6 +228,8 @@ def test_slow_rank_is_named_status_has_speed_and_goodput_and_ranks_can_be_asked_
     """Whose steps report no values, and which names no run."""
     output = forks.ends("launch", "--nproc=2", "-m", "tests.job.slow_script", cwds=[tmp_path])
     assert re.search(r"rank 1 \(.*\) is \d+ % slower than the other, since step \d+: compute", output)
+    assert "threads watch\n" in output
+    assert "threads lease reporter watch\n" in output  # of rank 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tests.job.slow_script"]
     run = tmp_path / "runs" / "tests.job.slow_script"
     assert [rank.rank for rank in stacks.written(run)] == [0, 1]

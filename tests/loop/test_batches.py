@@ -164,7 +164,8 @@ def test_iterable_that_loads_in_this_process_leaves_a_random_state_of_the_batch(
 
 @pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("cuda", 2)])
 def test_gpu_is_seeded_for_each_batch_although_the_loader_seeds_the_host(device: str, times: int) -> None:
-    job = MagicMock(device=torch.device(device), live=Live(Position(), []))
+    position = Position()
+    job = MagicMock(device=torch.device(device), position=position, live=Live(position, []))
     job.settings.seed, job.group.stops_before.return_value = 1, False
     assert [*Batches(job, source_of([1, 2], 0, 1, any_order=False))] == [1, 2]
     assert job.draw_anew.call_count == times

@@ -20,7 +20,7 @@ def report(first_step: int, step: int, *, began: float, lasted_s: float, **secon
     """One whose seconds that are not given are of the start."""
     spent = {"start": lasted_s - sum(seconds.values()), **seconds}
     return Report(run="r", attempt=f"a-{began:g}", began=began, time=began + lasted_s, first_step=first_step, step=step,
-                  total_steps=100, finished=False, seconds=spent, unit="images", per_s=1.0, ranks=[])
+                  total_steps=100, finished=False, seconds=spent, unit="images", per_s=0.033, ranks=[])
 
 
 HUNG = replace(report(0, 10, began=0, lasted_s=50, steps=45, data=5), open_s=40)

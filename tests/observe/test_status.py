@@ -173,7 +173,7 @@ def test_status_of_all_runs_is_a_line_each_and_the_newest_first(tmp_path: Path) 
     assert lines[2][1].startswith("no sign of life for 3 min")
     del lines[2]
     assert lines == [
-        ["run", "state", "step", "speed"], ["training", "running", "12/100", "1 images/s"],
+        ["run", "state", "step", "speed"], ["training", "running", "12/100", "0.033 images/s"],
         ["old", "failed with exit code 2, 2 h ago"],
     ]
     text = status(tmp_path / "killed")

@@ -137,7 +137,7 @@ def test_the_slow_rank_of_a_run_is_named(forks: Forks, tmp_path: Path, world_siz
     """By gloo and, of two ranks of one host, by the memory that they share. All of them take as long for a step."""
     train = ("train", "--workload", f"{__name__}:build", "--options.part", part, "--options.rank", "1", "--batch-size",
              "12", "--epochs", "1000", "--log-every-steps", "2", "--run-dir", tmp_path, "--name", "run",
-             "--tensorboard=false", "--advice=false")
+             "--tensorboard=false")
     with forks.running(*train, world_size=world_size, preload=f"{__name__}:short_windows") as job:
         job.wait_for("slower than")
         (line,) = re.findall(r"rank \d \(.*slower than .*", job.output)

@@ -90,6 +90,13 @@ def test_newest_whole_one_of_both_places(disks: Disks, undisturbed: dict[str, An
     assert result(disks.run_dir)["digest"] == undisturbed["digest"]
 
 
+def test_checkpoint_of_a_rank_that_is_stopped_while_it_waits_for_data_comes_to_the_mirror(disks: Disks) -> None:
+    order: dict[str, Any] = {"where": "data", "call": 6, "signal": "SIGTERM", "to": "group"}
+    output = disks.run("--num-workers=2", "--evaluate-every-epochs=4", code=143, **order, before_s=1.0, sleep_s=600)
+    assert disks.mirrored()[-1] == max(path.name for path in (disks.run_dir / "checkpoints").glob("step-*"))
+    assert "is not on the mirror" not in output
+
+
 def test_fresh_begins_anew_there_too_and_keeps_what_was_there(disks: Disks) -> None:
     disks.run(code=143, **STOP)
     disks.lose()

@@ -4,6 +4,7 @@ import random
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from rankup.places import place
 from rankup.places.files import staged, write_atomically
 from rankup.places.lease import Lease, StoreLease
 from rankup.places.place import Place
+from rankup.state.copies import no_check
+from rankup.state.saver import Options
+from tests.rigs.checkpoints import save, second_place
 from tests.rigs.object_store import BUCKET, S3, Door, Request
 
 
@@ -56,11 +60,24 @@ def test_a_large_file_goes_in_parts(door: Door, bucket: Bucket, tmp_path: Path) 
 
 
 def test_what_fails_for_a_moment_is_tried_again(door: Door, bucket: Bucket, tmp_path: Path) -> None:
-    failures = iter([500, 503] * 3)
-    door.rule = lambda request: next(failures, None)
-    (tmp_path / "file").write_text("its content")
-    bucket.place(timeout_s=60).upload({name: tmp_path / "file" for name in "abc"})
-    assert bucket.place().read("c") == b"its content"
+    """Each request of a copy's upload and of its fetch fails once."""
+    failed = set[Request]()
+
+    def fail_once(request: Request) -> int | None:
+        known = request in failed
+        failed.add(request)
+        return None if known else 503
+
+    here, there = (second_place(bucket.url, tmp_path / disk / "run", "it", Options()) for disk in ("here", "there"))
+    here.run, here.lease.number = "0123456789abcdef", 1
+    here.place = replace(here.place, warn=bucket.said.append)
+    path = save(tmp_path / "copies", 10)
+    door.rule = fail_once
+    here.upload(path)
+    there.patient(60)
+    (manifest,) = (name for name in there.place.names() if name.endswith("/manifest.json"))
+    assert there.fetch(manifest.rpartition("/")[0], no_check).step == 10
+    assert {request.method for request in failed} >= {"GET", "PUT"}
     assert "tried again for" in bucket.said[0]
 
 

@@ -97,10 +97,10 @@ class Nodes:
             shutil.rmtree(self.folder / f"node{number}" / "memory")
             (self.folder / f"node{number}" / "memory").mkdir()
 
-    def damage(self, *numbers: int) -> None:
-        """Of these nodes' only rank its own parts."""
-        for number in numbers:
-            for path in self.folder.glob(f"node{number}/memory/rankup-*/*{number}/step-*/*.safetensors"):
+    def damage(self, *parts: tuple[int, int]) -> None:
+        """Of these nodes what they hold of a rank."""
+        for node, rank in parts:
+            for path in self.folder.glob(f"node{node}/memory/rankup-*/*{rank}/step-*/*.safetensors"):
                 flip(path, -1)
 
 
@@ -117,11 +117,12 @@ def own_memory() -> None:
     ((), (), ("--memory-every-steps=0",), "resumed from step-00000008"),
     ((0,), (), (), FROM_MEMORY.format(12)), ((1,), (), (), FROM_MEMORY.format(12)),
     ((0, 1), (), (), "resumed from step-00000008"),
-    ((), (0, 1), (), FROM_MEMORY.format(12)), ((0,), (1,), (), "resumed from step-00000008"),
-], ids=["off", "node 0", "node 1", "both", "damaged", "lost and damaged"])
+    ((), ((0, 0), (1, 1)), (), FROM_MEMORY.format(12)), ((0,), ((1, 1),), (), "resumed from step-00000008"),
+    ((0,), ((1, 0),), (), "resumed from step-00000008"),
+], ids=["off", "node 0", "node 1", "both", "damaged", "lost and damaged", "damaged where the other part was lost"])
 def test_memory_of_a_node_is_held_by_the_other(
-    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...], damaged: tuple[int, ...],
-    more: tuple[str, ...], resumed: str,
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...],
+    damaged: tuple[tuple[int, int], ...], more: tuple[str, ...], resumed: str,
 ) -> None:
     nodes = Nodes(forks, tmp_path)
     nodes.run(code=[171, -9], **kill(1, step=13))
@@ -129,7 +130,8 @@ def test_memory_of_a_node_is_held_by_the_other(
     nodes.lose(*lost)
     nodes.damage(*damaged)
     output = nodes.run(*train(tmp_path, *more))
-    assert output.count("/step-00000012: ") == len(damaged)  # parts that were passed over
+    passed_over = [node for node, rank in damaged if node == rank]  # by who would go on with them
+    assert output.count("/step-00000012: ") == len(passed_over)
     assert resumed in output
     assert seen(tmp_path / "run") == undisturbed
     assert more or list(tmp_path.glob("node*/memory/rankup-*/*")) == []

@@ -20,7 +20,7 @@ SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "mlflow-9f1c-secret", "MY_SECRET": "own-9f1c-secret",
 }
 MARK = "9f1c-secret"
-TRAIN = ("--dataset", "digits", "--max-steps", "12", "--save-every-steps", "4", "--advice=false")
+TRAIN = ("--dataset", "digits", "--max-steps", "12", "--save-every-steps", "4")
 
 
 def watch(*arguments: str | Path, cwd: Path) -> tuple[int, str, list[str]]:

@@ -62,12 +62,13 @@ def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Pat
 
 
 def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
-    """Not even the lowest rank, whose record may have the same second as the cause's, or an earlier one."""
+    """Not even the lowest rank, whose record may have the same second as the cause's, or an earlier one; nor what the
+    rank that failed has lost thereby."""
     files = [tmp_path / "0.json", tmp_path / "1.json"]
     record = (
         "import os, torch; from rankup.errors import PeerLost; from rankup.agent.ends import tell_torchrun\n"
         f"lost, broken = ({str(files[0])!r}, PeerLost('lost rank 1')), ({str(files[1])!r}, ValueError('broken'))\n"
-        "for file, error in (lost, broken):\n"
+        "for file, error in (lost, broken, (broken[0], PeerLost('lost it thereby'))):\n"
         "    os.environ['TORCHELASTIC_ERROR_FILE'] = file; tell_torchrun(error)"
     )
     subprocess.run([sys.executable, "-c", record], check=True, env=environment(), cwd=ROOT)

@@ -198,7 +198,7 @@ def frames() -> Files:
     end = End(1, "", 1, "x", 7).message()
     said = [encode("hello", **asdict(me), n=0),
             encode("alive", ranks=[{"rank": 0, "ago_s": 0.1}]), encode("ready", n=1, problem=""), encode("ask"),
-            encode("stop", signal="SIGTERM"), encode("standing", n=1, stop=0, step=3),
+            encode("stop", signal="SIGTERM"), encode("standing", n=1, step=3),
             encode("ending", n=1, rank=1, code=1, cause="x"), encode("end", n=1, **end)]
     return {"frames": b"".join(said)}
 

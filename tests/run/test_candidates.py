@@ -13,7 +13,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.record import check_record
 from rankup.places.lease import Lineage
-from rankup.state.choice import SECOND, found_in
+from rankup.state.choice import CHECKPOINT, PEER, SECOND, Candidate, found_in, in_order
 from rankup.state.memory import write_rescue
 from rankup.state.run import Run
 from rankup.state.saver import Options
@@ -147,6 +147,23 @@ def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) 
         node.copy(4, "a", line(1, ("a", 0), run=name))
     with pytest.raises(UserError, match=r"got nothing there and copies of 2 runs: .* and .* Move away"):
         node.go_on(None)
+
+
+@pytest.mark.parametrize(("known", "listed", "expected"), [
+    # Two ranks see one disk, and another node has the same path
+    (A, [Candidate(rank, PEER, "/8", 8, "a", RUN, A.values()) for rank in range(3)], [(0, 8), (2, 8)]),
+    # What can't be read is tried, so that somebody tells of it
+    (A, [Candidate(0, CHECKPOINT, f"/{step}", step, "a" * (step < 9), RUN) for step in (8, 9)], [(0, 9), (0, 8)]),
+    # The line that knows most went on from step 4
+    (None, [Candidate(1, PEER, "/8", 8, "a", RUN, A.values()), Candidate(2, PEER, "/6", 6, "b", RUN, B.values())],
+     [(2, 6), (1, 8)]),
+])
+def test_copies_are_tried_in_this_order(
+    known: Lineage | None, listed: list[Candidate], expected: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    group: Any = SimpleNamespace(hosts=["one", "one", "other"])
+    found = in_order(listed, known, lambda line: True, group, tmp_path)
+    assert [(one.rank, one.step) for _, one in found] == expected
 
 
 @pytest.mark.parametrize("fields", [

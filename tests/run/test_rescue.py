@@ -61,6 +61,19 @@ def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory
     assert [path.name for path in (memory / f"rankup-{os.getuid()}" / RUN).glob("step-*")] == ["step-00000008"]
 
 
+def test_ranks_of_a_node_that_rescue_at_once_copy_the_state_once(memory: Path) -> None:
+    def make() -> dict[str, Content]:
+        made.append(7)
+        time.sleep(0.2)  # the others come meanwhile
+        return files(7)
+
+    made: list[int] = []
+    with ThreadPoolExecutor(4) as ranks:
+        for done in [ranks.submit(write_rescue, RUN, 7, ATTEMPT, make) for _ in range(4)]:
+            done.result()
+    assert (made, found()) == ([7], 7)
+
+
 def test_rescue_of_an_earlier_attempt_which_may_be_damaged_is_written_anew(memory: Path) -> None:
     write(7)
     flip(memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "model.safetensors", 99)

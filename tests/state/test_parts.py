@@ -66,12 +66,12 @@ def weight(rank: int, step: int) -> torch.Tensor:
     return torch.arange(64.0) + 1000 * rank + step
 
 
-def keep(ranks: Ranks, *steps: int) -> None:
+def keep(ranks: Ranks, *steps: int, world_size: int = RANKS) -> None:
     def work(group: Any) -> None:
         kept = Parts(group, RUN, 1)
         kept.wanted = True
         for step in steps:
-            record = to_json(training_state(step, world_size=RANKS, attempt="first"))
+            record = to_json(training_state(step, world_size=world_size, attempt="first"))
             # The state of a rank's own loader says that its part is no other rank's
             own = {f"{group.rank} of {RANKS}": None}
             state = {"model": {"weight": weight(group.rank, step)}, "step": {"n": step}, "loaders": own}
@@ -169,6 +169,14 @@ def test_no_damaged_part_is_ever_loaded(memory: Path, tmp_path: Path) -> None:
         if found is not None:
             came_to[found[0]] += 1
     assert min(came_to.values()) > TRIES // 10, came_to
+
+
+def test_parts_of_another_number_of_ranks_are_not_taken(memory: Path) -> None:
+    ranks = Ranks()
+    keep(ranks, 10)
+    keep(ranks, 20, world_size=RANKS + 1)
+    assert (found := go_on(ranks)) is not None
+    assert found[0] == 10
 
 
 def test_parts_take_three_times_their_size(memory: Path) -> None:

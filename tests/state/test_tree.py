@@ -66,6 +66,14 @@ def test_shared_tensors_stay_one_and_layouts_stay() -> None:
     model.load_state_dict(found["model"])
 
 
+def test_views_of_one_memory_stay_apart() -> None:
+    memory = torch.arange(9.0)
+    views = [memory, memory.view(3, 3), memory.view(3, 3).t(), memory[:3], memory[3:6], memory[:3].view(torch.int32)]
+    found = back(views=views, empty=[memory[:0], memory[:0]])
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found["views"], views, strict=True))
+    assert found["empty"][0] is not found["empty"][1]  # as parts of two tensors of which a rank holds nothing
+
+
 def test_tensors_are_free_once_they_are_written_or_read() -> None:
     """The collector of garbage may come much later: a state that was gathered would be in memory twice."""
     gc.disable()

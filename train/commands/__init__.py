@@ -60,7 +60,6 @@ class TrainingCommand(RankCommand):
     """Takes the line of a training. These options are of one start, and not of the run."""
 
     fresh: bool = setting(False, "Start anew although the run has checkpoints.")
-    advice: bool = setting(True, "Say which other settings would be faster here.")
 
 
 class Train(TrainingCommand):
@@ -73,7 +72,7 @@ class Train(TrainingCommand):
         check_world_size(config, program.rank_env.world_size)
         run_dir = run_dir_of(config, program)
         program.start(run_dir, stacks=True)
-        _imported("..loop", "train")(config, program, run_dir=run_dir, fresh=self.fresh, advice=self.advice)
+        _imported("..loop", "train")(config, program, run_dir=run_dir, fresh=self.fresh)
 
 
 class CheckpointCommand(RankCommand):

@@ -143,7 +143,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         None, "Each rank keeps its part in its node's memory each so many steps; null: as often as it costs half a "
         "percent; 0: never.", ge=0, of="fsdp")
     evaluate_every_epochs: Count = setting(1, "Evaluate each so many epochs and at the end.")
-    log_every_steps: Count = setting(50, "Write metrics each so many steps.")
+    log_every_steps: Count = setting(50, "Write metrics each so many steps; until then, each 10.")
     compare_every_steps: int | None = setting(
         None, "Compare the ranks' states each so many steps; 0: never; null: in half a percent of the time.", ge=0,
         of=_SEVERAL)

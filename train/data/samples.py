@@ -41,7 +41,6 @@ class TensorSamples:
     augment: bool = False  # shift the images of a training batch ...
     mirror: bool = True  # ... and mirror half of them
     seed: int = 0
-    in_memory = True  # DataLoader workers would cost more than they gain
 
     def __len__(self) -> int:
         return len(self.labels)

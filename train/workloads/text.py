@@ -70,8 +70,6 @@ Tokenizer = CharacterTokenizer | WordPieceTokenizer
 class TextSamples:
     """Tokenized texts in memory. A batch is as long as its longest text; `num_cut` texts were too long."""
 
-    in_memory = True
-
     def __init__(self, texts: Sequence[str], labels: Sequence[int], tokenizer: Tokenizer) -> None:
         rows, self.num_cut = tokenizer(texts)
         self.pad = tokenizer.pad

@@ -1,4 +1,5 @@
-"""A BERT classifier by transformers' Trainer, with dropout, a schedule, a scalar of numpy's and rankup's callback."""
+"""A BERT classifier by transformers' Trainer, with dropout, a schedule, a scalar of numpy's and rankup's callback. The
+Trainer writes checkpoints of its own beside ours."""
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ def main():
     job = rankup.init(run="runs/trainer")
     args = TrainingArguments(
         output_dir="runs/trainer/own", num_train_epochs=3, per_device_train_batch_size=8, learning_rate=1e-3,
-        use_cpu=True, ddp_backend="gloo", save_strategy="no", logging_steps=3, report_to=[], disable_tqdm=True,
+        use_cpu=True, ddp_backend="gloo", save_strategy="epoch", logging_steps=3, report_to=[], disable_tqdm=True,
     )
     trainer = OwnTrainer(model=small_bert(), args=args, train_dataset=Tokens(240))
     callback = RankupCallback(job, trainer)
