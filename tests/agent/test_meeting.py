@@ -426,13 +426,13 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("said", "leads"), [
-    ({}, True), ({"n": 6}, False), ({"job": "another"}, False), ({"token": "token1"}, False),
+    ({}, True), ({"formed": 6, "n": 9}, False), ({"job": "another"}, False), ({"token": "token1"}, False),
 ])
 def test_who_leads_another_job_or_knows_less_or_is_the_member_itself_is_not_followed(
     said: dict[str, Any], leads: bool, monkeypatch: pytest.MonkeyPatch
 ):
     async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> dict[str, Any] | None:
-        return {"token": "new", "over": "", "n": 7, "at": [], "job": "job", **said} if ip == "10.0.0.0" else None
+        return {"token": "new", "over": "", "n": 7, "formed": 7, "job": "job", **said} if ip == "10.0.0.0" else None
 
     monkeypatch.setattr(attendance, "who_leads", who_leads)
     one = SimpleNamespace(basis=basis(2, 2), me=member(1))
