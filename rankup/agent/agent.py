@@ -31,7 +31,7 @@ from rankup.agent.logs import host_name
 from rankup.agent.network import Link, chosen_address, interface_variables, is_this_machine, listen, open_port
 from rankup.agent.protocol import ARGUMENTS, LEADS, SHARED, Member, fits
 from rankup.agent.ranks import Options, Ranks
-from rankup.agent.votes import same_job
+from rankup.agent.votes import knowledge, same_job
 from rankup.errors import LEFT_OUT, STOPPED
 
 log = logging.getLogger("rankup")
@@ -142,16 +142,13 @@ class Agent:
         if self.lead is not None:
             await self.lead.leader.attend(reader, writer)
             return
-        basis, link = self.attendance.basis, Link(reader, writer)
+        link, known = Link(reader, writer), knowledge(self.attendance.basis, self.attendance.me.token)
         with contextlib.suppress(OSError, LookupError, asyncio.CancelledError):
-            link.send(
-                "leader", over="this node does not lead", token=self.attendance.me.token, n=basis["n"],
-                at=self.attendance.at or None, job=basis["job"],
-            )
+            link.send("leader", over="this node does not lead", at=self.attendance.at or None, **known)
             async with asyncio.timeout(timing.HELLO_S):
                 said = await link.receive()
                 leads = said["is"] == "leads" and fits(said, LEADS)
-                if leads and said["port"] and said["n"] >= basis["n"] and same_job(said, basis):
+                if leads and said["port"] and said["formed"] >= known["formed"] and same_job(said, known):
                     self._elsewhere = (link.remote_ip, said["port"])
         link.close()
 

@@ -15,7 +15,7 @@ from rankup import timing
 from rankup.agent.network import Link, greeting, open_port, read_secret
 from rankup.agent.protocol import KILLED, LEADERS, Member, fits
 from rankup.agent.record import Record
-from rankup.agent.votes import NONE, Basis, age, same_job
+from rankup.agent.votes import NONE, Basis, age, knowledge, same_job
 from rankup.env.node_env import NodeEnv
 from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
@@ -28,7 +28,7 @@ HINT = "MASTER_ADDR and MASTER_PORT, or the file, have to be rank 0's on all ran
 class Attendance:
     """This member's connection to the leader, made again while there is time.
 
-    `problem`: why there is no membership yet. `n`: the last membership that was heard of.
+    `problem`: why there is no membership yet. `basis`: the newest that was heard of, whose `n` counts for any job.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Attendance:
         self.basis: Basis = NONE
         self._silent_s, self._warm, self._records = silent_s, warm, records
         self.me, self._find_leader, self._notice, self._clock = me, find_leader, notice, clock
-        self.problem, self.n = "nothing was heard from rank 0", 0
+        self.problem = "nothing was heard from rank 0"
         self._until_s = math.inf  # when the time to find a leader is over; endless in a membership
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
@@ -63,7 +63,7 @@ class Attendance:
     def ready(self, n: int) -> None:
         """This member's ranks are gone, and it can be in membership `n`. Returns at once; the leader is told when the
         route to the next member has been tried."""
-        if self._link is not None and n == self.n:
+        if self._link is not None and n == self.basis["n"]:
             self._start(self._try_route(self._link, n))
 
     async def attend(self, hear: Callable[[dict[str, Any]], object]) -> None:
@@ -127,7 +127,7 @@ class Attendance:
             self.problem = message["text"]
             self._notice(f"still waiting: {self.problem}")
         elif kind == "propose":
-            self.n, self.basis = message["n"], message.get("basis") or self.basis
+            self.basis = message.get("basis") or {**self.basis, "n": message["n"]}
             self._next_member = message.get("next")
         elif kind in ("commit", "spare", "basis"):
             self._until_s = self._until_s if kind == "basis" else math.inf
@@ -203,7 +203,7 @@ class Attendance:
             link.close()
             raise JoinError(over)
         self.me = replace(self.me, ip=self._chosen_ip or link.local_ip)
-        link.send("hello", **asdict(self.me), n=self.n, basis=self.basis, warm=self._warm())
+        link.send("hello", **asdict(self.me), n=self.basis["n"], basis=self.basis, warm=self._warm())
         self._link, self._heard_s = link, self._clock()
         self._leader, self.at = f"{host}:{port}", [link.remote_ip, port]
         self.problem = f"rank 0 at {self._leader} is still waiting for others"
@@ -282,18 +282,18 @@ async def elect(attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int
     basis, me, master = attendance.basis, attendance.me, (node.master_addr, node.master_port)
     said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
     # No leader: a new node 0 that hears it knows that there is a job
-    words = {"n": basis["n"], "running": False, "token": me.token, "port": 0, "job": basis["job"]}
+    words = {**knowledge(basis, me.token), "port": 0}
 
     async def ask(places: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
         new = dict.fromkeys(place for place in places if place not in said)
         while new:
             found = await asyncio.gather(*(who_leads(*place, answer=words) for place in new))
             said.update(zip(new, found, strict=True))
-            told = [tuple(each["at"]) for each in said.values() if each and each["at"]]
+            told = [tuple(each["at"]) for each in said.values() if each and each.get("at")]
             new = dict.fromkeys(place for place in told if place not in said)
         for place, each in said.items():
             leads = each is not None and not each["over"] and each["token"] != me.token
-            if each is not None and leads and each["n"] >= basis["n"] and same_job(each, basis):
+            if each is not None and leads and each["formed"] >= words["formed"] and same_job(each, words):
                 return place
         return None
 
@@ -321,6 +321,5 @@ async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> Mapping
             said = await greeting(link, read_secret(os.environ))
         link.send("leads", **answer)
         if fits(said, LEADERS["leader"]):
-            known = {name: value for name, value in said.items() if value is not None}
-            return {"token": "", "n": 0, "running": False, "at": None, "job": "", **known}
+            return said
     return None

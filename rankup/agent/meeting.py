@@ -18,7 +18,7 @@ from rankup import timing
 from rankup.agent.membership import ENDED, Memberships
 from rankup.agent.network import Link, encode
 from rankup.agent.protocol import BASIS, LEADS, Member, Seat, by_host, describe_missing, fits
-from rankup.agent.votes import NONE, age, electorates, recount, same_job, without
+from rankup.agent.votes import NONE, age, electorates, knowledge, recount, same_job, without
 from rankup.env.rank_env import ranges
 
 
@@ -97,12 +97,13 @@ class Leader(Memberships):
 
     def greeting(self) -> dict[str, Any]:
         """What this leader says of itself to whoever connects."""
-        return {"token": self.me.token, "n": self.membership, "running": self.running, "job": self.basis["job"]}
+        return {**knowledge(self.basis, self.me.token), "n": self.membership, "running": self.running}
 
     def yields_to(self, other: Mapping[str, Any]) -> bool:
-        """Whether another leader of this job, which has said so much of itself, takes the place of this one."""
-        ours = (self.membership, self.running, self.me.token)
-        return same_job(other, self.basis) and (other["n"], other["running"], other["token"]) > ours
+        """Whether another leader of this job, which has said so much of itself, takes the place of this one. One that
+        is cut off may have proposed more than this one, but it knows of no newer membership that was committed."""
+        names, own = ("formed", "n", "running", "token"), self.greeting()
+        return same_job(other, self.basis) and [other[name] for name in names] > [own[name] for name in names]
 
     def _read(self, link: Link, hello: Mapping[str, Any]) -> Member | None:
         """A newcomer introduces itself. None where it can't belong to this job."""
@@ -123,8 +124,6 @@ class Leader(Memberships):
             self._model = member
         if self._limits is not None and not self.running and fits(basis, BASIS) and age(basis) > age(self.basis):
             self.basis = dict(basis)
-            self._same_arguments = bool(self.basis.get("same_arguments"))
-            self.membership = max(self.membership, self.basis["n"])  # a spare may not have heard its proposal
         return member
 
     async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:

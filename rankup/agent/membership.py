@@ -72,7 +72,6 @@ class Memberships:
         self._formed = 0  # the last membership that was committed
         self._stop: StopAgreement | None = None  # in the membership that runs
         self._model: Member | None = None  # whoever differs from this one is no part of the job; None before it began
-        self._same_arguments = False  # all nodes have the same, as it began
         self._next = NONE  # the basis that this leader has proposed last
         self._owned = set[int]()  # the memberships whose succession is its own, see `votes.claims`
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
@@ -122,7 +121,7 @@ class Memberships:
         for seat in list(self.seats.values()):
             if self.over or self._model is None:
                 return
-            if text := differences(seat.member, self._model, arguments=self._same_arguments):
+            if text := differences(seat.member, self._model, arguments=bool(self.basis.get("same_arguments"))):
                 del self.seats[seat.link]
                 self._turn_away(seat.link, seat.member, text, code=USER_MISTAKE)
 
@@ -228,7 +227,8 @@ class Memberships:
             if is_loopback(seat.member.ip):
                 seat.member = replace(seat.member, ip=ours)
         if not self.basis["n"]:
-            self._same_arguments = len({member.settings.get(ARGUMENTS) for member in self.seats.members}) == 1
+            arguments = {member.settings.get(ARGUMENTS) for member in self.seats.members}
+            self.basis = {**self.basis, "same_arguments": len(arguments) == 1}
         more = {} if self._limits is None else {"basis": self._number()}
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
         following = dict(zip(seats, [*seats[1:], seats[0]], strict=True))
@@ -248,7 +248,7 @@ class Memberships:
         self._next = {
             "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known, "voters": tokens,
             "used": tokens[:len(self._chosen)], "ran": self.basis.get("ran", self.basis["used"]),
-            "before": electorates(self.basis), "same_arguments": self._same_arguments,
+            "before": electorates(self.basis), "same_arguments": self.basis.get("same_arguments"),
         }
         return self._next
 

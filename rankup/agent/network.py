@@ -12,7 +12,6 @@ What follows is as without a secret: neither signed nor encrypted.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import errno
 import hmac
@@ -22,13 +21,13 @@ import os
 import secrets
 import socket
 import stat
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import psutil
 
+from rankup.agent.processes import in_background
 from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError, UserError
 from rankup.timing import CONNECT_S, HELLO_S, PAUSE_S, PORT_S
@@ -184,23 +183,10 @@ async def is_this_machine(host: str) -> bool:
 
 
 async def in_thread(call: Callable[[], Found], *, timeout_s: float) -> Found:
-    """What `call` returns or raises, in a thread of its own. Raises TimeoutError where it takes longer.
-
-    A disk or a resolver may hang, and nobody waits for that thread, not even the end of the process; asyncio's own
-    threads would hold that.
-    """
-    done: concurrent.futures.Future[Found] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # who waits may give up, and the thread goes on
-
-    def work() -> None:
-        try:
-            done.set_result(call())
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=work, name="waits", daemon=True).start()
+    """What `call` returns or raises, see `in_background`: asyncio's own threads would hold the end of the process.
+    Raises TimeoutError where it takes longer."""
     async with asyncio.timeout(max(0.0, timeout_s)):
-        return await asyncio.wrap_future(done)
+        return await asyncio.wrap_future(in_background(call))
 
 
 async def addresses_of(host: str, *, timeout_s: float = CONNECT_S) -> list[str]:

@@ -7,6 +7,7 @@ rank. `main` ends by `finish`; what cannot wait (a deadline, a lost peer) ends b
 
 import atexit
 import builtins
+import concurrent.futures
 import contextlib
 import ctypes
 import faulthandler
@@ -132,19 +133,27 @@ def _flush() -> None:
             stream.flush()
 
 
-def within(timeout_s: float, work: Callable[[], T]) -> T | None:
-    """What `work` returns, or None if it takes longer than `timeout_s` or raises: its thread is left behind then. For
-    calls that nothing can interrupt: a resolver, a disk, or a store whose process is stopped."""
-    found: list[T] = []
+def in_background(work: Callable[[], T]) -> "concurrent.futures.Future[T]":
+    """What `work` returns or raises, in a thread of its own: nobody has to wait for it, not even this process's end.
+    For calls that nothing can interrupt: a resolver, a disk, or a store whose process is stopped."""
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # who waits may give up, and the thread goes on
 
     def run() -> None:
-        with contextlib.suppress(Exception):
-            found.append(work())
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="within", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return found[0] if found else None
+    threading.Thread(target=run, name="background", daemon=True).start()
+    return done
+
+
+def within(timeout_s: float, work: Callable[[], T]) -> T | None:
+    """What `work` returns, or None if it takes longer than `timeout_s` or raises."""
+    with contextlib.suppress(Exception):
+        return in_background(work).result(timeout_s)
+    return None
 
 
 def set_hard_deadline(timeout_s: float) -> None:

@@ -6,10 +6,10 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, n (last known membership)         | leader(over, ...): it speaks first                         |
-|   basis: of that one, see `rankup.agent.votes`     | leads(n, running, token, port): in place of a hello, from  |
-|                                                    | the leader of a job whose number of nodes may change; port |
-|                                                    | 0: from a member that looks for the leader                 |
+| hello: a Member, n (last known membership)         | leader(over, ...): it speaks first, see `votes.knowledge`  |
+|   basis: of that one, see `rankup.agent.votes`     | leads(..., port): in place of a hello, from the leader of  |
+|                                                    | a job whose number of nodes may change; port 0: from a     |
+|                                                    | member that looks for the leader                           |
 | alive(ranks, warm): where its ranks are, see       | alive                                                      |
 | `Record.sign`; whether it has imported torch       |                                                            |
 | ask: where is everybody?                           | ranks(ranks, nodes): the newest sign of each, see          |
@@ -65,11 +65,12 @@ BASIS: dict[str, Any] = {
     "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
     "same_arguments?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str]}],
 }
-LEADS = {"n": INT, "token": str, "job": JOB, "running": bool, "port": range(65536)}  # who leads, to another leader
+KNOWLEDGE: dict[str, Any] = {"token": str, "n": INT, "formed": INT, "running": bool, "job": JOB}  # see `votes`
+LEADS = {**KNOWLEDGE, "port": range(65536)}  # who leads, to another leader
 # What a member takes from a leader's message. A form is a type, a range, a choice of texts, a pattern, a list of one
 # form, a row of forms, or values by name; a name with ? may be absent or null
 LEADERS: dict[str, dict[str, Any]] = {
-    "leader": {"over": str, "token?": str, "n?": INT, "running?": bool, "job?": JOB, "at?": (str, range(65536))},
+    "leader": {**KNOWLEDGE, "over": str, "at?": (str, range(65536))},
     "waiting": {"text": str}, "spare": {"basis": BASIS}, "basis": {"basis": BASIS},
     "propose": {"n": INT, "ip": str, "next?": (str, range(65536), str), "basis?": BASIS},
     "commit": {

@@ -23,6 +23,13 @@ def age(basis: Mapping[str, Any]) -> tuple[int, ...]:
     return int(follows["n"]), int(basis["n"]), int(basis["v"])
 
 
+def knowledge(basis: Mapping[str, Any], token: str) -> dict[str, Any]:
+    """What somebody who leads or may lead says of itself. `n`: the newest number that it knows, `formed`: the newest
+    membership of which it knows that it was committed. Where it does not lead, none is `running`."""
+    formed = int(age(basis)[0])
+    return {"token": token, "n": basis["n"], "formed": formed, "running": False, "job": basis["job"]}
+
+
 def same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two leaders, or a leader and a member, may be of one job: a new one has no id yet."""
     return not one["job"] or not other["job"] or bool(one["job"] == other["job"])

@@ -237,7 +237,7 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(monkey
 @asynchronous
 async def test_who_greets_with_what_no_leader_says_leads_nobody(wrong: dict[str, Any]):
     """It may be anything that listens there. Whoever believed it would compare a number with a text, and end."""
-    right = {"over": "", "n": 2, "running": True, "job": "job", "token": "t", "at": ["127.0.0.1", 4711]}
+    right = {"over": "", "n": 2, "formed": 2, "running": True, "job": "job", "token": "t", "at": ["127.0.0.1", 4711]}
     async with fake_leader() as (port, links):
         for said, leads in ((right, True), ({**right, **wrong}, False)):
             asked = asyncio.create_task(who_leads("127.0.0.1", port(), answer={}))

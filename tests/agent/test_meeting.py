@@ -111,7 +111,7 @@ async def test_proposal_that_was_not_committed_counts_together_with_the_membersh
 
 @asynchronous
 async def test_leader_says_that_it_knows_what_it_has_proposed_itself():
-    """Members that were lost after they had heard of it would come to no other leader, and to no older one."""
+    """Of two that know of the same committed membership the one that has proposed more goes on."""
     async with room(limits=Limits(2, 3, wait_s=0.0)) as here:
         puppets = await here.three()
         await here.agree(puppets)
@@ -130,10 +130,10 @@ async def test_spare_that_leads_goes_on_from_a_membership_whose_proposal_it_has_
     """It came later, and those that were in use have left. The others come to no leader who knows less."""
     last = {**basis(4, 2), "voters": ["token2", "token3"], "left": True}
     async with room(member(2, of=5), Limits(2, 3, wait_s=0.0)) as there:
-        puppets = [await there.enter(member(2, of=5), basis=last)]
+        puppets = [await there.enter(member(2, of=5), n=7, basis=last)]
         await until(lambda: there.leader.seats.members)
-        assert (await (await there.connect()).receive())["n"] == 7
-        puppets.append(await there.enter(member(3, of=5), basis=last))
+        assert (await (await there.connect()).receive())["formed"] == 7
+        puppets.append(await there.enter(member(3, of=5), n=7, basis=last))
         await there.pass_time(1.0, *puppets)
         assert (await there.agree(puppets))["n"] == 8
 
@@ -200,7 +200,7 @@ async def test_new_node_0_founds_no_job_before_that_of_others_could_call_it_nor_
             if call:
                 link = await here.connect()
                 await link.receive()
-                link.send("leads", n=2, running=False, token="token2", port=0, job="job")
+                link.send("leads", n=2, formed=2, running=False, token="token2", port=0, job="job")
                 with pytest.raises(ConnectionError):
                     await link.receive()  # it was heard
             await here.pass_time(FOUND_S - 1, puppet)
@@ -309,10 +309,39 @@ async def test_leader_yields_to_one_of_its_job_that_knows_a_newer_membership():
     async with room(limits=ANY) as here:
         puppet = await here.enter(member(0), n=7, basis=basis(3, 3))
         await here.nothing_is_said_to(puppet)
-        assert here.leader.yields_to({"n": 8, "running": False, "token": "", "job": "job"})
-        assert here.leader.yields_to({"n": 7, "running": True, "token": "", "job": ""})
-        assert not here.leader.yields_to({"n": 6, "running": True, "token": "z", "job": "job"})
-        assert not here.leader.yields_to({"n": 8, "running": True, "token": "", "job": "another"})
+        assert here.leader.yields_to({"formed": 8, "n": 8, "running": False, "token": "", "job": "job"})
+        assert here.leader.yields_to({"formed": 7, "n": 7, "running": True, "token": "", "job": ""})
+        assert not here.leader.yields_to({"formed": 6, "n": 9, "running": True, "token": "z", "job": "job"})
+        assert not here.leader.yields_to({"formed": 8, "n": 8, "running": True, "token": "", "job": "another"})
+
+
+@asynchronous
+async def test_job_that_runs_goes_on_where_the_leader_that_was_cut_off_comes_back_and_has_proposed_more():
+    """It saw by and by who was gone, and proposed again each time; it comes to the others although it knows of that."""
+    limits = Limits(2, 2, wait_s=0.0)
+    async with room(member(0, of=5), limits) as alone, room(member(1, of=5), limits) as there:
+        first, *others = [await alone.enter(member(node, of=5), n=7, basis=basis(5, 2)) for node in range(5)]
+        for gone in others[:3]:
+            await alone.pass_time(0.5)
+            proposed = (await first.hears("propose"))["basis"]
+            gone.vanish()
+            await until(lambda gone=gone: gone.me.token not in alone.leader.seats.tokens)
+        assert proposed["n"] == 10
+        there.prepared = lambda n: asyncio.sleep(0, {"job": "job"})
+        puppets = [await there.enter(member(node, of=5), n=7, basis=basis(5, 2)) for node in (1, 2, 3)]
+        await there.pass_time(0.5)
+        assert (await there.agree(puppets))["n"] == 8
+        theirs = there.leader.greeting()
+        assert alone.leader.yields_to(theirs)
+        assert not there.leader.yields_to(alone.leader.greeting())
+
+        async def who_leads(*place: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
+            return {**theirs, "over": ""}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attendance, "who_leads", who_leads)
+            one = SimpleNamespace(basis=proposed, me=member(0, of=5))
+            assert await attendance.elect(one, NodeEnv(), ("10.0.0.1", 1)) is not None
 
 
 @asynchronous
@@ -376,12 +405,12 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
     async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> dict[str, Any] | None:
         asked.append(ip)
         assert (answer["n"], answer["port"], answer["job"]) == (7, 0, "job")
-        said = {"token": alive.get(ip), "over": "this node does not lead", "n": 7, "at": [], "job": "job"}
+        said = {"token": alive.get(ip), "over": "this node does not lead", "n": 7, "formed": 7, "job": "job"}
         return said if ip in alive else None
 
     monkeypatch.setattr(attendance, "who_leads", who_leads)
     known = [[f"token{node}", f"10.0.0.{node}", 1, f"node {node}"] for node in range(64)]
-    last = {"known": known, "n": 7, "job": "job"}
+    last = {"known": known, "n": 7, "v": 0, "job": "job"}
 
     def elect(node: int) -> tuple[str, int] | None:
         asked.clear()
@@ -397,13 +426,13 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("said", "leads"), [
-    ({}, True), ({"n": 6}, False), ({"job": "another"}, False), ({"token": "token1"}, False),
+    ({}, True), ({"formed": 6, "n": 9}, False), ({"job": "another"}, False), ({"token": "token1"}, False),
 ])
 def test_who_leads_another_job_or_knows_less_or_is_the_member_itself_is_not_followed(
     said: dict[str, Any], leads: bool, monkeypatch: pytest.MonkeyPatch
 ):
     async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> dict[str, Any] | None:
-        return {"token": "new", "over": "", "n": 7, "at": [], "job": "job", **said} if ip == "10.0.0.0" else None
+        return {"token": "new", "over": "", "n": 7, "formed": 7, "job": "job", **said} if ip == "10.0.0.0" else None
 
     monkeypatch.setattr(attendance, "who_leads", who_leads)
     one = SimpleNamespace(basis=basis(2, 2), me=member(1))
