@@ -93,6 +93,7 @@ class Agreement:
         self.deciding = threading.Lock()  # held while the ranks find out whether their states are sound
         self.wrong = False  # what this rank holds may be wrong
         self.next = math.inf  # the step from which on to compare
+        self.rest_at = math.inf  # the step after which to compare what is no weight
         self.group, self._items, self._run, self._parts = group, items, run.lineage.run, run.parts
         self._path = group.run_dir / RECORD
         self._every = 0 if group.world_size == 1 else every
@@ -104,6 +105,7 @@ class Agreement:
         self._since_s, self._compared = time.monotonic(), step
         if self._every == 0:
             return
+        self.rest_at = step + FIRST
         earlier = self.group.broadcast(self._read() if self.group.is_rank0 else None)
         self._earlier = {row["step"]: row for row in earlier if row["step"] > step}
         self.next = step + (1 if self._earlier else self._every or FIRST)
@@ -157,6 +159,16 @@ class Agreement:
             self.group.log.warning(
                 f"silent corruption: step {step} came out well this time. {self._names(before['odd'], ' or ')} was "
                 "wrong before: watch that machine, and run rankup doctor there"
+            )
+
+    def compare_rest(self, own: dict[str, str]) -> None:
+        """Say once in an attempt what differs, and that a copy holds it as one rank has it. `own`: digests by name."""
+        found = self.group.gather(own)
+        odd = [name for name in own if len({each.get(name) for each in found}) > 1]
+        if odd and self.group.is_rank0:
+            self.group.log.warning(
+                f"track: the ranks differ in {' and '.join(odd)}, and a resume gives all what one rank has. Make "
+                "that equal before job.step ends, or leave it out"
             )
 
     def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any, *, step: int, split: bool) -> None:

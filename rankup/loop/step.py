@@ -69,6 +69,8 @@ class Step:
         if self._line is not None:
             job.figures.metrics.write(self._line)
         job.draw_anew()
+        if step == job.agreement.rest_at and not self._tracked.split:
+            job.agreement.compare_rest(self._tracked.fingerprint_of_rest())
         if run.saver.step is not None:
             run.saver.look()
         if run.parts.wanted and run.parts.due(step):

@@ -216,6 +216,13 @@ class Tracked:
         """A digest of each item, equal on all ranks where they hold the same."""
         return {name: _digest(*encode({name: state})) for name, state in self.state().items()}
 
+    def fingerprint_of_rest(self) -> dict[str, str]:
+        """The same of buffers, and of what is neither a module nor an optimizer: nothing else compares them later."""
+        rest = {name: state for name, state in self.state().items()
+                if not isinstance(self.items[name], nn.Module | Optimizer)}
+        rest |= {f"the buffers of {name}": each for name, each in self._buffers.items()}
+        return {name: _digest(*encode({name: each})) for name, each in rest.items()}
+
     def _state_of(self, items: dict[str, Any]) -> dict[str, Any]:
         return {
             name: _renamed(item.state_dict(), self._names[name]) if isinstance(item, nn.Module)

@@ -70,7 +70,8 @@ else:  # two loaders together
         break
 
 if job.is_main:
-    print("threads", *sorted(each.name for each in threading.enumerate() if type(each) is threading.Thread))
+    names = sorted(each.name for each in threading.enumerate() if type(each) is threading.Thread)
+    print(f"threads {' '.join(names)}\n", end="")  # in one piece: all ranks write
 die = os.environ.get("DIE", "")  # "rank:step:signal", once
 mistake = os.environ.get("MISTAKE", "")
 for _epoch in job.epochs(6):

@@ -14,7 +14,8 @@ job = rankup.init(log_every_steps=2)
 model = DistributedDataParallel(torch.nn.Linear(8, 2).to(job.device))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 job.track(model=model, optimizer=optimizer)
-print("threads", *sorted(each.name for each in threading.enumerate() if type(each) is threading.Thread))
+names = sorted(each.name for each in threading.enumerate() if type(each) is threading.Thread)
+print(f"threads {' '.join(names)}\n", end="")  # in one piece: all ranks write
 for step in job.steps(100):
     time.sleep(0.1 if job.rank else 0.005)
     loss = model(torch.full((4, 8), step / 100, device=job.device)).square().mean()

@@ -144,6 +144,18 @@ def test_rank_0_saves_where_others_leave_before_they_come_to_the_step_at_which_a
     assert [*(tmp_path / "run" / "checkpoints").glob("step-*")]
 
 
+def test_what_ranks_hold_differently_is_said_once(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, rankup\njob, own, same = rankup.init('run'), {'n': 0}, {'n': 0}\n"
+        "norm = torch.nn.BatchNorm1d(1)\n"
+        "job.track(norm=norm, own=own, same=same)\nfor _ in job.steps(30):\n    norm(torch.ones(2, 1) * job.rank)\n"
+        "    with job.step():\n        own['n'] += job.rank\n        same['n'] += 1\njob.finish()\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=2, cwds=[tmp_path] * 2, preload="tests.rigs.struck:by_fork")
+    assert re.findall("the ranks differ in (.*), and a resume", output) == ["own and the buffers of norm"]
+
+
 @pytest.mark.parametrize("where", ["outside", "before", "epoch"])
 def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: Path, where: str) -> None:
     output = by_hand(forks, tmp_path, code=2, ranks=1, MISTAKE=where)
