@@ -23,7 +23,7 @@ from rankup.state.reading import Copy, CopyFiles
 from rankup.state.saver import HostCopies
 from tests.rigs.checkpoints import damage, training_state
 
-TRIES = int(os.environ.get("RANKUP_DAMAGES", "200"))
+TRIES = 1000
 RANKS, STEPS, RUN = 2, (10, 20), "0123456789abcdef"
 
 
