@@ -123,7 +123,7 @@ def test_examples_go_on_after_a_stop_and_after_a_killed_rank_to_the_same_weights
 def test_examples_go_on_with_three_ranks_where_two_were_stopped(
     name: str, once: Once, forks: Forks, tmp_path: Path
 ) -> None:
-    """Each rank takes batches of the size in the script, so the weights are others, near those of an undisturbed run."""
+    """Each rank takes batches of the size in the script, so the weights are only near those of a run alone."""
     script, calls = EXAMPLES / f"{name}.py", LOOPS[name][1]
     stop = strike(tmp_path, signal="SIGTERM", rank=0, call=calls // 3, hold_s=0.15)
     codes, output = by_hand(forks, tmp_path, script, ranks=2, env=stop)
