@@ -260,9 +260,10 @@ class Saving:
         """
         if self.agreement.deciding.acquire(timeout=DECIDE_S):  # another rank may know already that they are not
             self.agreement.deciding.release()
-        hangs = self.run.saver.writing.under_way  # maybe for a disk
-        if self.group.stop.requested and self.group.is_rank0 and not hangs and self.keep_for_stop():
-            return  # rank 0 had come to the step at which all stop, and another rank has left before it
+        group, hangs = self.group, self.run.saver.writing.under_way  # maybe for a disk
+        settled = group.stop.requested and self.position.step == group.record.confirmed
+        if settled and group.is_rank0 and not hangs and self.keep_for_stop():
+            return  # another rank has left before it came to the step at which all stop
         position = None
         if self._can_rescue and self.position.step > max(0, self.run.saved_step):
             position = self.changing.stop()
