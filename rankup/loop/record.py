@@ -174,9 +174,8 @@ class Figures:
             "goodput": self._reporter.goodput(), **values,
         }
         self.metrics.flush()
-        run.owner.check()
         with disk_errors(RESULT, group.run_dir):
-            write_json(group.run_dir / RESULT, result)
+            write_json(group.run_dir / RESULT, result, check=run.owner.check)
         return result
 
 

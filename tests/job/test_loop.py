@@ -225,6 +225,17 @@ def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -
     assert said(alone(forks, tmp_path, text), "left") == "None"
 
 
+def test_owner_is_looked_at_once_the_result_is_written_and_before_it_is_there(forks: Forks, tmp_path: Path) -> None:
+    """A process that was frozen meanwhile would overwrite its successor's."""
+    text = (
+        "import rankup\nfrom pathlib import Path\njob, seen = rankup.init('run'), []\nlook = job.run.owner.check\n"
+        "def check():\n    look()\n    seen.extend(each.name for each in Path('run').glob('*result.json*'))\n"
+        "job.run.owner.check = check\nfor _ in job.steps(1):\n    with job.step():\n        pass\n"
+        "job.figures.result()\njob.finish()\nprint('seen', *seen)\n"
+    )
+    assert re.match(r"\S+result\.json\.\w+", said(alone(forks, tmp_path, text), "seen"))
+
+
 @pytest.mark.parametrize("loop", ["batches([1, 2])", "steps(2)"])
 def test_loop_that_has_no_step_is_refused(forks: Forks, tmp_path: Path, loop: str) -> None:
     text = (
