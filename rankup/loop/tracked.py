@@ -218,9 +218,11 @@ class Tracked:
 
     def fingerprint_of_rest(self) -> dict[str, str]:
         """The same of buffers, and of what is neither a module nor an optimizer: nothing else compares them later."""
-        rest = {name: state for name, state in self.state().items()
-                if not isinstance(self.items[name], nn.Module | Optimizer)}
-        rest |= {f"the buffers of {name}": each for name, each in self._buffers.items()}
+        states = self.state()
+        kinds = nn.Module | Optimizer
+        rest = {name: state for name, state in states.items() if not isinstance(self.items[name], kinds)}
+        for name, buffers in self._buffers.items():  # those that a copy keeps
+            rest[f"the buffers of {name}"] = {key: each for key, each in buffers.items() if key in states[name]}
         return {name: _digest(*encode({name: each})) for name, each in rest.items()}
 
     def _state_of(self, items: dict[str, Any]) -> dict[str, Any]:

@@ -38,11 +38,11 @@ def by_hand(forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, di
                       preload="tests.rigs.struck:by_fork", env={**env, "DIE": die}, code=code)
 
 
-def alone(forks: Forks, folder: Path, text: str, *, code: int = 0, **env: str) -> str:
-    """What one rank prints that runs this script."""
+def ran(forks: Forks, folder: Path, text: str, *, ranks: int = 1, code: int = 0, **env: str) -> str:
+    """What ranks print that run this script."""
     (folder / "script.py").write_text(text)
-    return forks.ends(STRUCK, folder / "script.py", world_size=1, cwds=[folder], preload="tests.rigs.struck:by_fork",
-                      env=env, code=code)
+    return forks.ends(STRUCK, folder / "script.py", world_size=ranks, cwds=[folder] * ranks, env=env, code=code,
+                      preload="tests.rigs.struck:by_fork")
 
 
 def said(output: str, what: str = "digest") -> str:
@@ -119,13 +119,12 @@ def test_loop_that_tracks_nothing_stops_and_says_so(forks: Forks, tmp_path: Path
 
 
 def test_loop_that_tracks_nothing_stops_while_it_waits_for_data(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import os, signal, time, rankup\nclass Slow(list):\n    def __iter__(self):\n        yield 1\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n        time.sleep(600)\n"
         "job = rankup.init('run')\nfor _ in job.batches(Slow()):\n    with job.step():\n        pass\n"
     )
-    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork", code=143)
+    output = ran(forks, tmp_path, text, code=143)
     assert "stopped at step 1, nothing is tracked" in output
 
 
@@ -133,26 +132,24 @@ def test_rank_0_saves_where_others_leave_before_they_come_to_the_step_at_which_a
     forks: Forks, tmp_path: Path
 ) -> None:
     """Memory is not enough: the job may go on on other machines."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import os, signal, time, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         "for step in job.steps(10**6):\n    with job.step():\n        count['n'] += 1\n"
         "    if step == 3 and job.rank:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(600 if job.rank and step + 1 == job.group.record.confirmed else 0.01)\n"
     )
-    forks.ends(STRUCK, script, world_size=2, cwds=[tmp_path] * 2, preload="tests.rigs.struck:by_fork", code=143)
+    ran(forks, tmp_path, text, ranks=2, code=143)
     assert [*(tmp_path / "run" / "checkpoints").glob("step-*")]
 
 
 def test_what_ranks_hold_differently_is_said_once(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import torch, rankup\njob, own, same = rankup.init('run'), {'n': 0}, {'n': 0}\n"
-        "norm = torch.nn.BatchNorm1d(1)\n"
+        "norm = torch.nn.BatchNorm1d(1)\nnorm.register_buffer('x', torch.eye(2).to_sparse(), persistent=False)\n"
         "job.track(norm=norm, own=own, same=same)\nfor _ in job.steps(30):\n    norm(torch.ones(2, 1) * job.rank)\n"
         "    with job.step():\n        own['n'] += job.rank\n        same['n'] += 1\njob.finish()\n"
     )
-    output = forks.ends(STRUCK, script, world_size=2, cwds=[tmp_path] * 2, preload="tests.rigs.struck:by_fork")
+    output = ran(forks, tmp_path, text, ranks=2)
     assert re.findall("the ranks differ in (.*), and a resume", output) == ["own and the buffers of norm"]
 
 
@@ -171,13 +168,12 @@ def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Fo
         "        while job.group.record.stop:\n            pass\n"
         "print('count', count)\njob.finish()\n"
     )
-    assert "saved at step 2" in alone(forks, tmp_path, text, STOP="1", code=143)
-    assert said(alone(forks, tmp_path, text), "count") == "{'n': 2}"
+    assert "saved at step 2" in ran(forks, tmp_path, text, STOP="1", code=143)
+    assert said(ran(forks, tmp_path, text), "count") == "{'n': 2}"
 
 
 def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_counts_once(forks: Forks, tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import os, warnings, torch, rankup\nwarnings.filterwarnings('ignore', 'Detected call')  # of a new process\n"
         "job = rankup.init('run', save_every_steps=1)\nnet = torch.nn.Linear(1, 1)\n"
         "sgd = torch.optim.SGD(net.parameters(), lr=0.5)\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
@@ -187,31 +183,28 @@ def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_cou
         "    if not epoch and 'DIE' in os.environ:\n        job.run.saver.wait()\n        os.kill(os.getpid(), 9)\n"
         "print('rate', half.get_last_lr())\njob.finish()\n"
     )
-    alone = {"world_size": 1, "cwds": [tmp_path], "preload": "tests.rigs.struck:by_fork"}
-    forks.ends(STRUCK, script, **alone, env={"DIE": "1"}, code=-signal.SIGKILL)
-    assert said(forks.ends(STRUCK, script, **alone), "rate") == "[0.125]"
+    ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
+    assert said(ran(forks, tmp_path, text), "rate") == "[0.125]"
 
 
 def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) -> None:
     """A resume between them goes on with the next batch."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import rankup\njob = rankup.init('run')\nfor _ in job.batches([1, 2]):\n    for _ in range(2):\n"
         "        with job.step():\n            pass\njob.finish()\n"
     )
-    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
+    output = ran(forks, tmp_path, text)
     assert output.count("a batch took several steps") == 1
 
 
 def test_lasting_workers_of_a_loader_that_each_epoch_builds_anew_end(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import psutil, rankup\nfrom torch.utils.data import DataLoader\njob = rankup.init('run', save_every_steps=0)\n"
         "for _ in job.epochs(4):\n"
         "    for _ in job.batches(DataLoader([1.0], num_workers=1, persistent_workers=True)):\n"
         "        with job.step():\n            pass\nprint('workers', len(psutil.Process().children()))\njob.finish()\n"
     )
-    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
+    output = ran(forks, tmp_path, text)
     assert said(output, "workers") in ("0", "1")
 
 
@@ -222,7 +215,7 @@ def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -
         "for _ in job.steps(1):\n    with job.step():\n        pass\n"
         "job.finish()\nseen = weakref.ref(model)\ndel job, model\ngc.collect()\nprint('left', seen())\n"
     )
-    assert said(alone(forks, tmp_path, text), "left") == "None"
+    assert said(ran(forks, tmp_path, text), "left") == "None"
 
 
 def test_owner_is_looked_at_once_the_result_is_written_and_before_it_is_there(forks: Forks, tmp_path: Path) -> None:
@@ -233,7 +226,7 @@ def test_owner_is_looked_at_once_the_result_is_written_and_before_it_is_there(fo
         "job.run.owner.check = check\nfor _ in job.steps(1):\n    with job.step():\n        pass\n"
         "job.figures.result()\njob.finish()\nprint('seen', *seen)\n"
     )
-    assert re.match(r"\S+result\.json\.\w+", said(alone(forks, tmp_path, text), "seen"))
+    assert re.match(r"\S+result\.json\.\w+", said(ran(forks, tmp_path, text), "seen"))
 
 
 @pytest.mark.parametrize("loop", ["batches([1, 2])", "steps(2)"])
@@ -242,7 +235,7 @@ def test_loop_that_has_no_step_is_refused(forks: Forks, tmp_path: Path, loop: st
         "import rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         f"for _ in job.{loop}:\n    count['n'] += 1\njob.finish()\n"
     )
-    assert "track: count must change inside job.step alone" in alone(forks, tmp_path, text, code=2)
+    assert "track: count must change inside job.step alone" in ran(forks, tmp_path, text, code=2)
 
 
 def test_slow_rank_is_named_status_has_speed_and_goodput_and_ranks_can_be_asked_for_stacks(
