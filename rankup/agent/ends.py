@@ -222,7 +222,7 @@ class StatusFile:
         theirs = earlier.get("attempt") != self.attempt
         # Before ownership is settled: a second attempt that is refused must leave no trace in the status of a live one
         denied = theirs and earlier.get("state") == "running" and (self.run_dir / "lease.json").exists()
-        if self.rank != 0 or (denied if self.owner is None else not self.owner.is_ours()):
+        if self.rank != 0 or (self.owner is None and denied):
             return
         if theirs and earlier.get("state") in ("finished", "stopped"):
             self._ended = earlier
@@ -237,8 +237,8 @@ class StatusFile:
         }
         if code == USER_MISTAKE and not self.begun and self._ended is not None:
             summary = self._ended
-        with contextlib.suppress(OSError):
-            write_json(self.run_dir / "status.json", summary)
+        with contextlib.suppress(OSError, PeerLost):  # another attempt owns the run by now
+            write_json(self.run_dir / "status.json", summary, check=self.owner.check if self.owner else None)
 
 
 class ScriptStatus(StatusFile):

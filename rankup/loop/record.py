@@ -2,6 +2,7 @@
 result."""
 
 import contextlib
+import json
 import platform
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
@@ -16,7 +17,7 @@ from rankup.observe.goodput import Course, Reporter, one_line, speed
 from rankup.observe.metrics import Metrics, Position, entry
 from rankup.observe.stragglers import RankReports, StepClock
 from rankup.observe.tracker import Facts, Tracker
-from rankup.places.files import write_json
+from rankup.places.files import write_atomically
 from rankup.places.lease import RESULT
 from rankup.state.copies import STATE, Check
 from rankup.state.run import Run
@@ -174,9 +175,13 @@ class Figures:
             "goodput": self._reporter.goodput(), **values,
         }
         self.metrics.flush()
-        with disk_errors(RESULT, group.run_dir):
-            write_json(group.run_dir / RESULT, result, check=run.owner.check)
+        self.write(RESULT, json.dumps(result, indent=2) + "\n")
         return result
+
+    def write(self, name: str, content: str) -> None:
+        """Write a file of the run. Rank 0 only. Raises as `result`."""
+        with disk_errors(name, self.group.run_dir):
+            write_atomically(self.group.run_dir / name, content, check=self.run.owner.check)
 
 
 def number_of(value: Any) -> float:

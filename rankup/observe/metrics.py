@@ -3,7 +3,6 @@
 import json
 import math
 import mmap
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -61,7 +60,7 @@ class Metrics:
             return
         with self._disk():
             path = directory / "metrics.jsonl"
-            entries = cut_after(path, progress.step, progress.evaluated, since=saved.step)
+            entries = cut_after(path, progress.step, progress.evaluated, since=saved.step, check_owner=check_owner)
             self._file = path.open("a", buffering=1, encoding="utf-8")  # a line is in the file as soon as it is written
             there = {(entry["step"], is_evaluation(entry)) for entry in entries}
             for entry in newest_entries(progress):
@@ -153,7 +152,9 @@ def newest_entries(progress: Position) -> list[dict[str, Any]]:
     return entries
 
 
-def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[dict[str, Any]]:
+def cut_after(
+    path: Path, step: int, evaluated: int, *, since: int = 0, check_owner: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
     """Cut the file before its first line of training after `step`, or of evaluation after step `evaluated`: a killed
     attempt wrote it past the state that the run goes on from, and those steps are done again. From a damaged line on,
     as a kill or a power cut leaves one, nothing stays.
@@ -164,7 +165,7 @@ def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[
     if not path.is_file() or path.stat().st_size == 0:  # which can't be mapped
         return []
     newer = list[tuple[int, dict[str, Any] | None]]()  # where each line begins, and what it holds; the newest first
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         end = len(data)
         while end:
             begin = data.rfind(b"\n", 0, end - 1) + 1
@@ -173,12 +174,13 @@ def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[
                 break
             newer.append((begin, entry))
             end = begin
-    kept = []
-    for begin, entry in reversed(newer):
-        if entry is None or entry["step"] > (evaluated if is_evaluation(entry) else step):
-            os.truncate(path, begin)
-            break
-        kept.append(entry)
+        check_owner()  # now that it is open: the next owner's file is another one, see `rankup.places.lease`
+        kept = []
+        for begin, entry in reversed(newer):
+            if entry is None or entry["step"] > (evaluated if is_evaluation(entry) else step):
+                file.truncate(begin)
+                break
+            kept.append(entry)
     return kept
 
 

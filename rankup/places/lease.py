@@ -4,7 +4,8 @@ An owner gives signs of life; another process may take the run from an owner tha
 frozen and taken for dead may wake up before any of its writes. So each place refuses that write:
 
 - In a folder a file is written beside its name, then the lease is read, then the file gets its name. The next owner
-  first writes the lease, and then removes what others have written beside names.
+  first writes the lease, and then removes what others have written beside names. To metrics.jsonl lines are added: of
+  an owner that may wake up the next one takes the content over into a new file.
 - At an address every owner has a number, and writes below that alone (see `rankup.state.second_place`). The store only
   has to know "create unless it exists".
 
@@ -30,14 +31,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError
-from rankup.places.files import Check, read_json, remove_unfinished, write_json
+from rankup.places.files import Check, read_json, remove_unfinished, staged, write_json
 from rankup.places.place import Place
 from rankup.timing import LAST_WORD_S, LOCK_S
 
-FILE, RESULT = "run.json", "result.json"
+FILE, RESULT, METRICS = "run.json", "result.json", "metrics.jsonl"
 RUN_ID = re.compile(r"[\w-]+")  # it names folders, of which rescues are removed
 # What belongs to the run that a directory holds, and is put aside where another one takes its place
-OF_RUN = ("checkpoints", "tensorboard", "metrics.jsonl", RESULT, "config.yaml", "tracker", FILE)
+OF_RUN = ("checkpoints", "tensorboard", METRICS, RESULT, "config.yaml", "tracker", FILE)
 Owner = Mapping[str, Any]  # what an owner wrote last, {} where there is none or nothing can be read
 
 
@@ -63,6 +64,7 @@ class Lease:
         self.attempt, self.agreed, self.life_s, self.beat_s = attempt, agreed, life_s, beat_s
         self.token = secrets.token_hex(8)  # attempt ids may be given by a launcher, and then given twice
         self._lock = contextlib.ExitStack()  # the kernel's
+        self._may_wake = False  # the owner before
         self._released = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="lease", daemon=True)
 
@@ -118,7 +120,10 @@ class Lease:
         owner = self._owner()
         self.predecessor = str(owner.get("token", ""))
         # The kernel has freed the lock of its own dead process; about another machine's it may know nothing
-        return {} if locked and owner.get("kernel") == kernel_id() else owner
+        dead = locked and owner.get("kernel") == kernel_id()
+        # One that was killed before its second beat may not have taken over what the one before has open
+        self._may_wake = bool(owner) and not owner.get("released") and not (dead and owner.get("beat") != 1)
+        return {} if dead else owner
 
     def _take(self) -> None:
         def check() -> None:
@@ -127,6 +132,10 @@ class Lease:
 
         write_json(self.path, self._sign(1), check=check)
         remove_unfinished(self.path.parent)
+        path = self.path.with_name(METRICS)
+        if self._may_wake and path.exists():  # not always: it may be large
+            with staged(path, check=self.check) as new:
+                shutil.copyfile(path, new)
 
     def _owner(self) -> Owner:
         return read_json(self.path)

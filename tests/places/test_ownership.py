@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import secrets
 import sys
 import threading
 from collections.abc import Callable
@@ -13,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from rankup.agent.ends import StatusFile
+from rankup.env.rank_env import RankEnv
 from rankup.errors import PeerLost, UserError
+from rankup.observe.metrics import Metrics, Position, entry
 from rankup.places.files import remove_unfinished, write_json
 from rankup.places.lease import Lease, Lineage, StoreLease
 from rankup.state.choice import STORE, Candidate, in_order
@@ -122,6 +126,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(StoreLease.__init__.__kwdefaults__ or {}, "life_s", 0.02)
     for kind in (Lease, StoreLease):
         monkeypatch.setattr(kind, "_beat", lambda self: None)  # the attempts below give their signs of life themselves
+    # Each attempt is on a machine of its own: the kernel does not know whether another one is dead
+    monkeypatch.setattr("rankup.places.lease.kernel_id", lambda: secrets.token_hex(4))
 
 
 class _Counting(Lease):
@@ -143,12 +149,25 @@ class InFolder:
 
     def attempt(self, name: str, num_saves: int, writer: Writer) -> None:
         checkpoints = self.run_dir / "checkpoints"
-        with _Counting(self.run_dir, name) as lease:
+        with _Counting(self.run_dir, name, life_s=0.02, beat_s=0.02) as lease:
             remove_unfinished(checkpoints)
             lineage = Lineage.read(self.run_dir) or Lineage.new(name, "")
             step = newest_good_step(checkpoints)
             lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(self.run_dir, check=lease.check)
+
+            def check() -> None:
+                lease.check()
+                writer.operation()  # it may freeze between a look at the owner and its line too
+
+            status = StatusFile(self.run_dir, RankEnv())
+            status.attempt = name
+            status.claim(lease)
+            at = Position(step)
+            metrics = Metrics(self.run_dir, at, saved=at, tensorboard=False, check_owner=check)
+            with contextlib.closing(metrics):
+                for number in range(1, num_saves + 1):
+                    metrics.write(entry(step + number, {name: 1.0}))
             for number in (*range(1, num_saves + 1), num_saves):  # a step twice: stopped in its evaluation
                 save(checkpoints, step + number, keep=2, attempt=name, check_owner=lease.check)
                 lease._write(number)
@@ -159,7 +178,12 @@ class InFolder:
         assert lineage is not None
         assert lineage.attempts[-1][0] == name
         assert json.loads((self.run_dir / "result.json").read_text()) == name
-        assert json.loads((self.run_dir / "lease.json").read_text())["attempt"] == name
+        for file in ("lease.json", "status.json"):
+            assert json.loads((self.run_dir / file).read_text())["attempt"] == name
+        began = lineage.attempts[-1][1]
+        lines = list(map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines()))
+        assert [line["step"] for line in lines if name in line] == [*range(began + 1, began + num_saves + 1)]
+        assert [line["step"] for line in lines] == [*range(1, began + num_saves + 1)]
         last = lineage.attempts[-1][1] + num_saves
         for step in {last, max(last - 1, lineage.attempts[-1][1] + 1)}:
             found = load_checkpoint(checkpoints / f"step-{step:08d}")

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,6 +73,21 @@ def test_ranks_of_a_node_that_rescue_at_once_copy_the_state_once(memory: Path) -
         for done in [ranks.submit(write_rescue, RUN, 7, ATTEMPT, make) for _ in range(4)]:
             done.result()
     assert (made, found()) == ([7], 7)
+
+
+def test_rank_that_has_saved_leaves_the_rescue_that_another_one_writes(memory: Path) -> None:
+    def make() -> dict[str, Content]:
+        (folder / ".writing-step-00000008").mkdir()
+        saved.start()
+        saved.join(0.2)
+        assert (folder / ".writing-step-00000008").exists()
+        return files(8)
+
+    write(6)
+    folder, saved = memory / f"rankup-{os.getuid()}" / RUN, threading.Thread(target=remove, args=(RUN, range(8, 99)))
+    write_rescue(RUN, 8, ATTEMPT, make)
+    saved.join()
+    assert [path.parent for path in list_held()] == [folder]
 
 
 def test_rescue_of_an_earlier_attempt_which_may_be_damaged_is_written_anew(memory: Path) -> None:

@@ -38,7 +38,7 @@ def open_run_directory(config: Config, group: Group, method: Method, *, fresh: b
     )
     with rankup.open_job(group, settings) as job:
         if not job.run.finished:
-            group.on_rank0(lambda: (group.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8"))
+            group.on_rank0(lambda: job.figures.write("config.yaml", to_yaml(config)))
         yield job
 
 
