@@ -60,10 +60,7 @@ class Live:
         return []
 
 
-def versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "python": platform.python_version()}
-
-
+VERSIONS = {"torch": str(torch.__version__), "python": platform.python_version()}
 NAMES = {*(each.name for each in fields(Position)), "seed", "world_size", "versions", "written_by"}
 
 
@@ -171,7 +168,7 @@ class Figures:
         result = {
             "attempt": group.attempt, "run": run.address, "step": position.step, "metrics": position.metrics or {},
             f"{self.course.unit}_per_s": round(speed(group, self.course, position.step), 1),
-            "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": versions(),
+            "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": VERSIONS,
             "goodput": self._reporter.goodput(), **values,
         }
         self.metrics.flush()

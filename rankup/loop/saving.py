@@ -14,7 +14,7 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.record import FORMAT, Figures, Settings, versions
+from rankup.loop.record import FORMAT, VERSIONS, Figures, Settings
 from rankup.loop.tracked import Tracked, gathered
 from rankup.observe.metrics import Position
 from rankup.state import tree
@@ -162,7 +162,7 @@ class Saving:
             )
         self.group.log.info(f"resumed from {self.run.words}")
         self.say_changed("world size", newest.record["world_size"], self.group.world_size)
-        self.say_changed("torch", newest.record["versions"]["torch"], versions()["torch"])
+        self.say_changed("torch", newest.record["versions"]["torch"], VERSIONS["torch"])
 
     def say_changed(self, what: str, before: Any, now: Any) -> None:
         """Say of something that differs from the attempt before what that means."""
@@ -231,7 +231,7 @@ class Saving:
         group, run = self.group, self.run
         return to_json({
             "format": FORMAT, **asdict(position), "seed": self.settings.seed, "world_size": group.world_size,
-            "versions": versions(), "run": run.lineage.run, "attempt": run.mark, "lineage": run.lineage.values(),
+            "versions": VERSIONS, "run": run.lineage.run, "attempt": run.mark, "lineage": run.lineage.values(),
             "written_by": f"rank {group.rank} on {group.hosts[group.rank]}", **self.about,
             **({"world_sizes": self.ranks} if self.ranks else {}),
         })

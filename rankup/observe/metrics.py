@@ -67,6 +67,7 @@ class Metrics:
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
 
+                check_owner()  # else a file that begins later would hide the next owner's values
                 # TensorBoard's values of an attempt that was killed since its checkpoint may be in its file or not:
                 # TensorBoard hides all of them from this step on, and they are written again
                 first = saved.step + 1 if saved.evaluated == saved.step else max(1, saved.step)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rankup.loop.record import FORMAT, check_record, versions
+from rankup.loop.record import FORMAT, VERSIONS, check_record
 from rankup.observe.metrics import Position
 from rankup.state import copies, reading, tree
 from rankup.state.copies import STATE, Content, list_copies, to_json
@@ -44,7 +44,7 @@ def training_state(step: int, **fields: Any) -> dict[str, Any]:
     """The record of a checkpoint."""
     usual: dict[str, Any] = {
         "format": FORMAT, **asdict(Position(step)), "steps_per_epoch": 8, "data": "made-up points", "seed": 0,
-        "config": Config().model_dump(), "world_size": 1, "run": "0123456789abcdef", "versions": versions(),
+        "config": Config().model_dump(), "world_size": 1, "run": "0123456789abcdef", "versions": VERSIONS,
         "attempt": "20200101T000000-abcdef", "written_by": "rank 0 on node0",
     }
     return usual | fields
