@@ -49,7 +49,7 @@ class Metrics:
         self, directory: Path | None, progress: Position, *, saved: Position, tensorboard: bool,
         check_owner: Callable[[], None] = lambda: None,
     ) -> None:
-        self.directory, self._check_owner = directory, check_owner
+        self._check_owner = check_owner
         self._writer: Any = None
         self._file = None
         self._disk = partial(disk_errors, "metrics", directory or Path())

@@ -91,13 +91,11 @@ class Lease:
 
     def check(self) -> None:
         """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
-        if not self.is_ours():
-            raise PeerLost(f"another attempt owns {self.where} by now ({_who(self._owner())})")
+        self._compare(self._owner())
 
-    def is_ours(self) -> bool:
-        """Whether no other attempt has taken the run over: it would have written its token here."""
-        owner = self._owner()
-        return not owner or owner.get("token") == self.token
+    def _compare(self, owner: Owner) -> None:
+        if owner and owner.get("token") != self.token:
+            raise PeerLost(f"another attempt owns {self.where} by now ({_who(owner)})")
 
     def _begin(self) -> Owner:
         """The owner that is there, {} where there is none, or one that is surely dead.
@@ -165,9 +163,9 @@ class Lease:
 
     def _beat(self) -> None:
         beat = 1
-        while self.is_ours() and not self._released.wait(self.beat_s):
+        while not self._released.wait(self.beat_s):
             beat += 1
-            # A full disk, or a store that does not answer: the next save reports it, and may find it mended
+            # A full disk, a store that does not answer, or a next owner: the next save reports it
             with contextlib.suppress(OSError, UserError, PeerLost):
                 self._write(beat)
 
@@ -210,13 +208,9 @@ class StoreLease(Lease):
         self.check()
 
     def check(self) -> None:
-        """Raises PeerLost where another attempt has been seen to take the run over, here or there."""
+        """Raises PeerLost where another attempt has been seen to take the run over, here or there. Asks no store."""
         self.folder.check()
-        super().check()
-
-    def is_ours(self) -> bool:
-        """Whether no other attempt has been seen to take the run over, here or there. Asks no store."""
-        return not self._next and self.folder.is_ours()
+        self._compare(self._next)
 
     def _begin(self) -> Owner:
         self.number = max(map(number_of, self.place.names()), default=0)  # the owner to watch

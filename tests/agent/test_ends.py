@@ -7,7 +7,7 @@ import pytest
 
 from rankup.agent.ends import End, Ends, StatusFile, write_end
 from rankup.env.rank_env import RankEnv, read_rank_env
-from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
+from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED, PeerLost
 from rankup.places.files import read_json
 
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
@@ -108,8 +108,9 @@ class Lease:
     def __init__(self) -> None:
         self.ours = True
 
-    def is_ours(self) -> bool:
-        return self.ours
+    def check(self) -> None:
+        if not self.ours:
+            raise PeerLost("another attempt owns the run")
 
 
 def status_file(run_dir: Path) -> StatusFile:

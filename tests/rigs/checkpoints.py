@@ -70,9 +70,7 @@ def save(
 
 def second_place(url: str, run_dir: Path, name: str, options: Options, *, required: bool = True) -> SecondPlace:
     """That of the run in `run_dir`, for the attempt `name`, which owns its folder for ever."""
-    lease: Any = SimpleNamespace(
-        token=name, predecessor="", attempt=name, agreed=False, check=lambda: None, is_ours=lambda: True
-    )
+    lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, agreed=False, check=lambda: None)
     log: Any = SimpleNamespace(info=str, debug=str, warning=str)
     return SecondPlace(url, run_dir, lease, log, options, required=required)
 
