@@ -228,7 +228,7 @@ class StoreLease(Lease):
                 raise self._owned_by(owner)
 
     def _owner(self) -> Owner:
-        return self._next or self.place.read_json(_name(self.number))
+        return self.place.read_json(_name(self.number))
 
     def _write(self, beat: int) -> None:
         self.look(once=True)
