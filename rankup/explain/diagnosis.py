@@ -309,14 +309,14 @@ class Search:
     def _by_cause(self, found: list[Diagnosis]) -> list[Diagnosis]:
         """The root cause first; among those of one kind the earliest, where all have a time, and an abort last."""
         errors = [each for each in found if each.raised and each.order <= DIED]
-        waited = [each for each in found if each.raised and each.order <= WAITED]  # Python's exit code for all is 1
         causes = errors + [each for each in found if each.order == DIED and each.fault.proof]
         for each in found:
             if each.fault.late and any(_is_before(cause, each) for cause in causes):
                 each.order = FOLLOWED
             if each.name == "exit-code":
-                if any(one.may_be_of(each) for one in (waited if each.code == "1" else errors) if one is not each):
-                    each.over = True  # of an exception that is there itself
+                others = (one for one in found if one.raised and one is not each and one.may_be_of(each))
+                if any(one.order <= (WAITED if each.code == "1" and _is_before(one, each) else DIED) for one in others):
+                    each.over = True  # of an exception that is there itself. Python's code for all of them is 1
                 elif each.rank is not None and self._first_rank not in (None, each.rank):
                     each.order = FOLLOWED
         found = [each for each in found if not each.over]
