@@ -43,8 +43,10 @@ gpus=(${SLURM_GPUS_PER_TASK:+--gpus-per-node="$nproc"})
 unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK \
   MASTER_ADDR MASTER_PORT
 export SRUN_CPUS_PER_TASK=$cpus OMP_NUM_THREADS=$((cpus > nproc ? cpus / nproc : 1)) RANKUP
-# The tasks end together, with one code. When one of them is lost, the others have 30 s (not so with NNODES)
-each=(--nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=30 "${gpus[@]}")
+# The tasks end together, with one code. When one of them is lost, the others have 30 s (not so with NNODES). Without
+# --export=ALL, a step of a job with another --export would get none of the variables above
+each=(--nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=30
+  --export=ALL "${gpus[@]}")
 container=()
 if [[ -n $IMAGE && $IMAGE != *.sif ]]; then # an apptainer image is started by each task
   container=(--container-image="$IMAGE" --container-mounts="$RANKUP:$RANKUP,$PWD:$PWD" --container-workdir="$PWD")

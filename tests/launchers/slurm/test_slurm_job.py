@@ -148,7 +148,7 @@ def test_slurm_counts_come_from_the_allocation_and_pyxis_gets_its_image(tmp_path
     assert (code, "4 processes share 2 CPUs" in said) == (0, True), said
     (line,) = job.trained()
     assert {
-        "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=30", "--gpus-per-node=4",
+        "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=30", "--gpus-per-node=4", "--export=ALL",
         f"--container-image={image}", f"--container-mounts={ROOT}:{ROOT},{tmp_path}:{tmp_path}",
         f"--container-workdir={tmp_path}",
     } <= set(line.split())
