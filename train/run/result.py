@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from rankup import Group, Job
 
 from ..config import Config
-from ..data.samples import Order
+from ..data.samples import EpochSampler
 from ..parallel import method_name
 from ..parallel.methods import Method
 from ..workloads import Workload
@@ -53,7 +53,7 @@ class Training:
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation
 
 
-def describe(config: Config, group: Group, workload: Workload, order: Order) -> str:
+def describe(config: Config, group: Group, workload: Workload, order: EpochSampler) -> str:
     """What is about to be trained, and how, in three lines: data, model, batch."""
     origin = f", {workload.data_origin}" if workload.data_origin else ""
     name = config.model if config.workload == "images" else config.workload
