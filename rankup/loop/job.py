@@ -87,7 +87,7 @@ class Job:
             names = ", ".join(unfixed)
             group.log.info(f"track  a resume changes the last bits of {names}: its DDP settles the order of sums late")
         for item in items.values():
-            if isinstance(item, DistributedDataParallel):
+            if isinstance(getattr(item, "_orig_mod", item), DistributedDataParallel):  # also in torch.compile
                 self.clock.watch(item)
         sharded = tracked.split and self.settings.sharded
         if sharded and not run.parts.wanted:
@@ -199,6 +199,11 @@ class Job:
         """
         if id(loader) not in self._batches:
             source = source_of(loader, self.rank, self.world_size, any_order=any_order)
+            if source.tells and not source.in_process:
+                self.group.log.info(
+                    "batches  a resume changes the random numbers that this loader's workers draw, unless its state "
+                    "has them: keep a generator in the state of the data set"
+                )
             self._batches[id(loader)] = Batches(self, source)  # which keeps the loader alive
         return self._batches[id(loader)]
 
