@@ -14,11 +14,11 @@ from rankup import Group, Job, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from .config import Config
-from .data.samples import Order, load_batches, to_device
+from .data.samples import EpochSampler, load_batches, to_device
 from .group import join_options
 from .parallel import METHODS, method_name
 from .parallel.methods import Method
-from .parallel.model import autocast, build_optimizer, compile_model, keep_freed_memory, prepare, rate_at, warm_up
+from .parallel.model import autocast, build_optimizer, compile_model, keep_freed_memory, prepare, rate_at
 from .run import weights
 from .run.evaluation import evaluate, evaluation_loader
 from .run.result import Training, describe, progress, write_result
@@ -89,23 +89,17 @@ def build(config: Config, job: Job, method: Method) -> Training:
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     job.clock.link = method.exchange
 
-    # Warm-up ----------------------------------------------------------------------------------------------------
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         with autocast(config, device):
             return workload.loss(model, batch)
 
-    seed_everything(derive_seed(config.seed, -1, job.rank), device)  # of no step: the run's own are not used up
-    size = -(-config.batch_size // (group.world_size * config.accumulate))
-    batch = to_device(workload.train.batch(order.epoch(0)[:size], 0), device)
-    warm_up(plain, lambda: loss(model, batch), device, unused_allowed=config.find_unused_parameters)
-
     # State: from here on as the run's checkpoint has it -----------------------------------------------------------
-    optimizer = method.after_warm_up(plain, build_optimizer(plain, config, device))
+    optimizer = method.wrap_optimizer(plain, build_optimizer(plain, config, device))
     # fp16 loses small gradients unless the loss is scaled up
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     if run.newest is not None:
         job.saving.say_changed("parallel", run.newest.record["config"]["parallel"], config.parallel)
-    job.track(model=plain, optimizer=optimizer, scaler=scaler)
+    job.track(model=model, optimizer=optimizer, scaler=scaler)
     return Training(
         config=config, job=job, method=method, workload=workload, plain=plain, model=model, loss=loss,
         optimizer=optimizer, scaler=scaler, steps_per_epoch=len(order), total_steps=total_steps,
@@ -116,7 +110,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     )
 
 
-def build_order(config: Config, group: Group, workload: Workload) -> Order:
+def build_order(config: Config, group: Group, workload: Workload) -> EpochSampler:
     """The order of the training samples. Raises UserError where ranks have different data, or fewer samples than a
     batch."""
     group.must_match(
@@ -126,7 +120,7 @@ def build_order(config: Config, group: Group, workload: Workload) -> Order:
     if len(workload.train) < config.batch_size:
         most = f"the number of training samples, {len(workload.train)}"
         raise UserError(f"batch_size must be at most {most}, got {config.batch_size}. Set a smaller --batch-size.")
-    return Order(len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None))
+    return EpochSampler(len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None))
 
 
 def batches_to_end(t: Training) -> Iterator[list[tuple[float, Any]]]:

@@ -41,7 +41,7 @@ def logs(
 ) -> None:
     """Print the lines of a run, see `find_run`; with `follow` until a signal ends the process. `rank`: such as "0-3,7".
     `since`: such as "10m". Raises UserError where there is no such run, and for texts that can't be understood."""
-    wanted, first_s = wanted_ranks(rank), moment(since)
+    wanted, first_s = wanted_ranks(rank), parse_since(since)
     folder = find_run(runs, run)
     if not rank_logs(folder, () if follow else wanted):  # a rank may begin later
         raise UserError(f"RUN must be a run whose ranks have written, got no logs/rank-{rank or 'N'}.log in {folder}.")
@@ -104,7 +104,7 @@ def wanted_ranks(text: str) -> Collection[int]:
     return ranks
 
 
-def moment(text: str) -> float:
+def parse_since(text: str) -> float:
     """The time that --since stands for, of `time.time()`; the beginning of all times for no text. Raises UserError."""
     if not text:
         return -inf

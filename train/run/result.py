@@ -1,4 +1,4 @@
-"""What the loop works with; what a run says at its start and on its way; and the end of one that succeeded: pictures,
+"""What the loop works with; what a run says at its start and on its way; and the end of one that succeeded:
 `result.json`, and the table."""
 
 import json
@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 from rankup import Group, Job
 
 from ..config import Config
-from ..data.samples import Order
+from ..data.samples import EpochSampler
 from ..parallel import method_name
 from ..parallel.methods import Method
 from ..workloads import Workload
-from ..workloads.classification import confusion_pictures
+from ..workloads.classification import report
 from . import weights
 from .evaluation import Result
 
@@ -49,10 +49,10 @@ class Training:
     eval_loader: DataLoader[Any]
     steps_per_epoch: int
     total_steps: int
-    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation
 
 
-def describe(config: Config, group: Group, workload: Workload, order: Order) -> str:
+def describe(config: Config, group: Group, workload: Workload, order: EpochSampler) -> str:
     """What is about to be trained, and how, in three lines: data, model, batch."""
     origin = f", {workload.data_origin}" if workload.data_origin else ""
     name = config.model if config.workload == "images" else config.workload
@@ -90,15 +90,16 @@ def progress(t: Training) -> Callable[[], None]:
 
 
 def write_result(t: Training, *, seconds: float) -> None:
-    """Write `result.json` and the last pictures, and print the table. All ranks call this, rank 0 writes. `seconds`: of
-    the whole attempt. Raises UserError and PeerLost."""
+    """Write `result.json` and what TensorBoard shows of the whole run, and print the table. All ranks call this, rank 0
+    writes. `seconds`: of the whole attempt. Raises UserError and PeerLost."""
     config, job, group, workload = t.config, t.job, t.job.group, t.workload
     state = group.collective(lambda: job.tracked.whole("model"))
     peaks = group.gather(_peak_memory_mb(group.device))
     if not group.is_rank0:
         return
-    if "confusion" in t.tables and config.tensorboard:
-        job.figures.metrics.pictures(job.step_number, confusion_pictures(t.tables["confusion"], workload.classes))
+    table, _ = report(t.tables, workload.classes)
+    if table:
+        job.figures.metrics.text("eval/confusion", f"```\n{table}\n```", step=job.step_number)
     method = method_name(config, group.world_size)
     job.figures.metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
     result = job.figures.result(

@@ -15,7 +15,7 @@ LOG = logging.getLogger("rankup")  # rank 0 prints what it is told
 
 # Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
 # end, so "accuracy" is the number of right answers here. Tensors are only added up; "confusion", a matrix int64 [C, C]
-# with the true class down, is drawn for TensorBoard.
+# with the true class down, is shown in TensorBoard.
 Sums = dict[str, torch.Tensor]
 
 
@@ -43,8 +43,6 @@ class Workload:
     open_input: Callable[[str], tuple[Samples, Callable[[int], str]]] | None = None
     # Evaluated sums -> more metrics, those that are no means.
     derived: Callable[[Sums], dict[str, float]] | None = None
-    # Evaluated sums -> a table to print, and the same as values for evaluation.json.
-    report: Callable[[Sums], tuple[str, dict[str, Any]]] | None = None
 
     def sums(self, model: nn.Module, batch: Any) -> Sums:
         """What a batch adds to the evaluation: from `evaluate`, or else the loss, a mean over the samples."""
