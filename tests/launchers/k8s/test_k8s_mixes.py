@@ -203,11 +203,11 @@ def test_k8s_components_combine_in_any_mix(kind: str, monkeypatch: pytest.Monkey
 def test_k8s_name_image_and_namespace_stand_in_one_place(kind: str) -> None:
     """Two jobs side by side share no name, and none of them reaches the other."""
     edits = [("app.kubernetes.io/instance: rankup", "app.kubernetes.io/instance: my-job"),
-             ("newName: rankup", "newName: registry.example.org/me/rankup"),
-             ("# namespace: my-team", "namespace: my-team")]
+             ("newName: rankup", "newName: registry.example.org/me/rankup")]
     documents = kustomized(f"{kind}+own", *edits)
     assert [problem for document in documents for problem in problems(document)] == []
-    assert {each["metadata"]["namespace"] for each in documents} == {"my-team"}
+    # kubectl's own holds for volume, board, Secret and kube.sh too
+    assert not [file for file in K8S.rglob("*.yaml") if re.search(r"\bnamespace:", file.read_text())]
     names = {each["metadata"]["name"] for each in documents if each["kind"] != "ConfigMap"}
     assert names == {"my-job"}
     pods = pods_of(documents)
