@@ -9,12 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankup.errors import disk_errors
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(slots=True)
@@ -88,12 +85,11 @@ class Metrics:
             if self._writer is not None:
                 self._show(entry)
 
-    def pictures(self, step: int, pictures: dict[str, "torch.Tensor"]) -> None:
-        """Images of [channels, height, width] for TensorBoard, floats from 0 to 1 or uint8."""
-        with self._disk():
-            for name, picture in pictures.items():
-                if self._writer is not None:
-                    self._writer.add_image(name, picture, step)
+    def text(self, name: str, text: str, *, step: int) -> None:
+        """For TensorBoard, which reads it as Markdown."""
+        if self._writer is not None:
+            with self._disk():
+                self._writer.add_text(name, text, step)
 
     def hyperparameters(self, settings: dict[str, Any]) -> None:
         """TensorBoard's HPARAMS tab: `settings`, such as `batch_size`, beside the newest values of the run's curves.

@@ -1,4 +1,4 @@
-"""What the loop works with; what a run says at its start and on its way; and the end of one that succeeded: pictures,
+"""What the loop works with; what a run says at its start and on its way; and the end of one that succeeded:
 `result.json`, and the table."""
 
 import json
@@ -20,11 +20,12 @@ from ..data.samples import Order
 from ..parallel import method_name
 from ..parallel.methods import Method
 from ..workloads import Workload
-from ..workloads.classification import confusion_pictures
+from ..workloads.classification import report
 from . import weights
 from .evaluation import Result
 
 SAY_EVERY_S = 5.0
+MOST_CLASSES = 20  # of a confusion matrix that TensorBoard shows: a larger one is too wide to read
 # Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
 ALWAYS = {"workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed"}
 OF_IMAGES = {"dataset", "model"}  # other workloads train on something else
@@ -49,7 +50,7 @@ class Training:
     eval_loader: DataLoader[Any]
     steps_per_epoch: int
     total_steps: int
-    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation
 
 
 def describe(config: Config, group: Group, workload: Workload, order: Order) -> str:
@@ -90,15 +91,17 @@ def progress(t: Training) -> Callable[[], None]:
 
 
 def write_result(t: Training, *, seconds: float) -> None:
-    """Write `result.json` and the last pictures, and print the table. All ranks call this, rank 0 writes. `seconds`: of
-    the whole attempt. Raises UserError and PeerLost."""
+    """Write `result.json` and what TensorBoard shows of the whole run, and print the table. All ranks call this, rank 0
+    writes. `seconds`: of the whole attempt. Raises UserError and PeerLost."""
     config, job, group, workload = t.config, t.job, t.job.group, t.workload
     state = group.collective(lambda: job.tracked.whole("model"))
     peaks = group.gather(_peak_memory_mb(group.device))
     if not group.is_rank0:
         return
-    if "confusion" in t.tables and config.tensorboard:
-        job.figures.metrics.pictures(job.step_number, confusion_pictures(t.tables["confusion"], workload.classes))
+    confusion, num_classes = t.tables.get("confusion"), len(workload.classes)
+    if confusion is not None and confusion.shape == (num_classes, num_classes) and num_classes <= MOST_CLASSES:
+        table, _ = report(confusion, workload.classes)
+        job.figures.metrics.text("eval/confusion", f"```\n{table}\n```", step=job.step_number)
     method = method_name(config, group.world_size)
     job.figures.metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
     result = job.figures.result(

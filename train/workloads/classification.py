@@ -1,20 +1,15 @@
-"""What a batch means to a classifier: its loss, its sums for an evaluation, its predictions; scores of classes, as a
-table and as a picture."""
+"""What a batch means to a classifier: its loss, its sums for an evaluation, its predictions; scores of classes
+as a table."""
 
-import logging
-import os
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from rich.cells import cell_len  # a Chinese character takes two columns
 from torch import nn
 from torch.nn import functional
 
-from ..data.sources.fetch import writable_cache
 from .workload import Sums
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # what the model is given, and labels, int64 [B]
@@ -93,51 +88,3 @@ def report(confusion: torch.Tensor, classes: tuple[str, ...]) -> tuple[str, dict
     for name, counts in zip(classes, confusion.tolist(), strict=True):
         lines.append(f"  {padded[name]}  {''.join(f'{count:{cell}}' for count in counts)}")
     return "\n".join(lines), {"classes": scores, "confusion": confusion.tolist()}
-
-
-# The picture of a confusion matrix, legible on a phone too. matplotlib is imported where something is drawn: 0.4 s that
-# no start pays. Never pyplot, whose state threads share -------------------------------------------------------------
-
-WIDTH = 1000  # pixels: a phone shows them at a third of this, so TEXT is 10 pixels there
-TEXT = 28  # pixels, as a point is one at this resolution
-DPI = 72
-# The first comes with matplotlib: Latin, Greek, Cyrillic, Arabic. The others are for Chinese and Japanese, if installed
-FONTS = ["DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei"]
-LETTERS = 15  # of a name are shown
-NAMED = 20  # with more classes, the names and counts of a matrix would be too small to read
-
-
-def confusion_pictures(matrix: torch.Tensor, classes: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The picture of a confusion matrix, int64 [C, C], by its name, uint8 [3, H, W]: true class down, predicted class
-    across, and in each cell its percent of the row. None with more than NAMED classes, or for another matrix."""
-    if len(classes) > NAMED or matrix.shape != (len(classes), len(classes)):
-        return {}
-    # Its cache of fonts lies in ours: a home that can't be written would cost a warning and a folder
-    os.environ.setdefault("MPLCONFIGDIR", str(writable_cache() / "matplotlib"))
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it also says that it looks for fonts
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # A name such as "$5 to $10" is no formula
-    ours: Any = {"font.family": FONTS, "font.size": TEXT, "text.usetex": False, "text.parse_math": False}
-    with matplotlib.rc_context(ours), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it draws a box then
-        figure = Figure(figsize=(WIDTH / DPI, (WIDTH + 60) / DPI), dpi=DPI, layout="constrained")
-        axes, shares = figure.subplots(), matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
-        axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
-        cell = 0.7 * WIDTH / len(classes)
-        for row, column in (shares >= 0.005).nonzero().tolist():
-            ink, percent = "white" if shares[row, column] > 0.5 else "black", f"{100 * shares[row, column]:.0f}"
-            axes.text(column, row, percent, ha="center", va="center", color=ink, size=min(TEXT, 0.46 * cell))
-        labels, letters = [name[:LETTERS] for name in classes], min(TEXT, 0.6 * cell)
-        axes.set_xticks(range(len(labels)), labels, rotation=90, size=letters)
-        axes.set_yticks(range(len(labels)), labels, size=letters)
-        axes.tick_params(length=0)
-        axes.set_xlabel("predicted class")
-        axes.set_ylabel("true class")
-        figure.suptitle("Confusion matrix, percent of each row", x=0.02, ha="left", size=TEXT)
-        canvas: Any = FigureCanvasAgg(figure)
-        canvas.draw()
-        pixels = np.array(canvas.buffer_rgba())[:, :, :3]
-    return {"eval/confusion": torch.from_numpy(pixels).permute(2, 0, 1).contiguous()}

@@ -15,7 +15,7 @@ LOG = logging.getLogger("rankup")  # rank 0 prints what it is told
 
 # Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
 # end, so "accuracy" is the number of right answers here. Tensors are only added up; "confusion", a matrix int64 [C, C]
-# with the true class down, is drawn for TensorBoard.
+# with the true class down, is shown in TensorBoard.
 Sums = dict[str, torch.Tensor]
 
 
