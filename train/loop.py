@@ -18,7 +18,7 @@ from .data.samples import Order, load_batches, to_device
 from .group import join_options
 from .parallel import METHODS, method_name
 from .parallel.methods import Method
-from .parallel.model import autocast, build_optimizer, compile_model, keep_freed_memory, prepare, rate_at, warm_up
+from .parallel.model import autocast, build_optimizer, compile_model, keep_freed_memory, prepare, rate_at
 from .run import weights
 from .run.evaluation import evaluate, evaluation_loader
 from .run.result import Training, describe, progress, write_result
@@ -89,23 +89,17 @@ def build(config: Config, job: Job, method: Method) -> Training:
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     job.clock.link = method.exchange
 
-    # Warm-up ----------------------------------------------------------------------------------------------------
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         with autocast(config, device):
             return workload.loss(model, batch)
 
-    seed_everything(derive_seed(config.seed, -1, job.rank), device)  # of no step: the run's own are not used up
-    size = -(-config.batch_size // (group.world_size * config.accumulate))
-    batch = to_device(workload.train.batch(order.epoch(0)[:size], 0), device)
-    warm_up(plain, lambda: loss(model, batch), device, unused_allowed=config.find_unused_parameters)
-
     # State: from here on as the run's checkpoint has it -----------------------------------------------------------
-    optimizer = method.after_warm_up(plain, build_optimizer(plain, config, device))
+    optimizer = method.wrap_optimizer(plain, build_optimizer(plain, config, device))
     # fp16 loses small gradients unless the loss is scaled up
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     if run.newest is not None:
         job.saving.say_changed("parallel", run.newest.record["config"]["parallel"], config.parallel)
-    job.track(model=plain, optimizer=optimizer, scaler=scaler)
+    job.track(model=model, optimizer=optimizer, scaler=scaler)
     return Training(
         config=config, job=job, method=method, workload=workload, plain=plain, model=model, loss=loss,
         optimizer=optimizer, scaler=scaler, steps_per_epoch=len(order), total_steps=total_steps,

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import checkpoint as recompute
 
 from rankup.errors import UserError
 from tests.rigs.checkpoints import load_checkpoint
@@ -18,7 +17,6 @@ from tests.rigs.recording_workload import records
 from train.config import Config, load_config
 from train.parallel import METHODS, method_name
 from train.parallel.methods import Method
-from train.parallel.model import warm_up
 
 # A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify
 # differences
@@ -104,7 +102,7 @@ def recorded(forks: Forks, tmp_path: Path, world_size: int, *arguments: str, nam
 
 def test_dropout_differs_by_rank_and_step_and_weights_do_not(forks: Forks, tmp_path: Path) -> None:
     folder = recorded(forks, tmp_path, 3, "--options.model", "dropout")
-    masks = [[entry["masks"][0] for entry in rank][1:] for rank in records(folder, "loss")]  # after the warm-up's
+    masks = [[entry["masks"][0] for entry in rank] for rank in records(folder, "loss")]
     assert [len(rank) for rank in masks] == [4, 4, 4]
     assert len({tuple(mask) for rank in masks for mask in rank}) == 12
     assert len({entry["weights"] for rank in records(folder, "evaluate") for entry in rank}) == 1
@@ -116,9 +114,9 @@ def test_dropout_differs_by_rank_and_step_and_weights_do_not(forks: Forks, tmp_p
 def test_gradients_are_sent_once_a_step(forks: Forks, tmp_path: Path, accumulate: int) -> None:
     folder = recorded(forks, tmp_path, 2, "--accumulate", str(accumulate))
     for rank in records(folder, "loss"):
-        assert {entry["size"] for entry in rank[1:]} == {12 // 2 // accumulate}
-        sent = [entry["sent"] for entry in rank[1:]]
-        # one by the warm-up; then one bucket at the end of each step: the next step's first micro-batch sees it
+        assert {entry["size"] for entry in rank} == {12 // 2 // accumulate}
+        sent = [entry["sent"] for entry in rank]
+        # one before the first step; then one bucket at the end of each: the next step's first micro-batch sees it
         assert sent == [1 + number // accumulate for number in range(4 * accumulate)]
     assert {entry["sent"] for rank in records(folder, "evaluate") for entry in rank} == {5}
 
@@ -134,35 +132,9 @@ def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None
 # Unused parameters ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "method"), [(1, "auto"), (2, "auto"), (2, "fsdp")])
-def test_unused_parameter_is_named(forks: Forks, tmp_path: Path, world_size: int, method: str) -> None:
-    line = (*RECORDED, "--options.model", "unused", "--parallel", method, "--run-dir", tmp_path)
-    output = forks.ends(*line, world_size=world_size, code=2)
-    assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
-
-
 def test_unused_parameter_is_allowed_on_request(forks: Forks, tmp_path: Path) -> None:
     folder = recorded(forks, tmp_path, 2, "--options.model", "unused", "--find-unused-parameters")
     assert len({entry["weights"] for rank in records(folder, "evaluate") for entry in rank}) == 1
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # recomputed in backward: the graph of such a part hangs on a node of its own
-        out: torch.Tensor = recompute.checkpoint(self.second, self.frozen(self.first(x)), use_reentrant=False)
-        return out
-
-
-def test_warm_up_leaves_no_trace() -> None:
-    model = nn.Sequential(Head(), nn.BatchNorm1d(2))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    warm_up(model, lambda: model(torch.randn(4, 2)).square().sum(), torch.device("cpu"), unused_allowed=False)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_sync_bn_on_a_cpu_is_refused(forks: Forks, tmp_path: Path) -> None:

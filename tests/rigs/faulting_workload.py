@@ -5,7 +5,7 @@ one of build, data, loss, eval_data, evaluate, save (see `probe_saves`); `call` 
 without `rank` all ranks do it; `tell` is a file it makes on arrival, `before_s` it waits first, or until the file
 `log` has `lines` lines, `until` a file exists it waits afterwards, `asyncio` has a loop of its own take signals,
 `raise` names an error to end with, `hold_s` it keeps the interpreter lock, `saved` it first lets a save get done that
-is under way in its process. The loss is counted from 2: call 2 is the warm-up's, call 3 that of the first step. Not an
+is under way in its process. Losses are counted from 3 and batches of training from 2, those of the first step. Not an
 option of the workload: those may not change when a run is resumed.
 """
 
@@ -41,7 +41,7 @@ ERRORS: dict[str, BaseException] = {
 }
 NUM_TRAIN, NUM_EVAL, NUM_CLASSES = 64, 21, 4
 _loop: asyncio.AbstractEventLoop | None = None  # kept: unclosed, it would warn
-_calls: dict[str, int] = {"loss": 1}
+_calls: dict[str, int] = {"loss": 2, "data": 1}
 
 
 def probe(where: str) -> None:

@@ -28,7 +28,7 @@ FAULTS = "FAULTS"
 TOGETHER_S = 5.0
 
 JOINING = ("before joining", "met", "before forming", "formed")
-PREPARING = ("before building", "data loaded", "warming up", "ready")
+PREPARING = ("before building", "data loaded", "model built", "ready")
 STEPPING = ("forward", "backward", "between buckets", "reducing the loss", "before the optimizer", "in the optimizer",
             "after the optimizer")
 KEEPING = ("evaluating", "saving", "publishing", "published")
@@ -355,7 +355,8 @@ WRAPPED: Mapping[str, Sequence[tuple[str, str, str]]] = {
                              ("dist.init_process_group", "before forming", "formed")],
     "rankup.loop.saving": [("Saving.keep", "before the rescue", "")],
     "rankup.state.run": [("read", "reading the rescue", ""), ("share", "sending the rescue", "rescue known")],
-    "train.loop": [("build", "before building", "ready"), ("load", "", "data loaded"), ("warm_up", "warming up", "")],
+    "train.loop": [("build", "before building", "ready"), ("load", "", "data loaded"),
+                   ("build_optimizer", "model built", "")],
 }
 HOOKS: dict[str, Callable[[Any], None]] = {
     "rankup.group.group": _hook_group, "rankup.state.copies": _hook_copies, "train.loop": _hook_loop,

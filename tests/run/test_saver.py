@@ -62,7 +62,7 @@ def hold(until: Path, *, step: int = 8, fails: int = 0) -> dict[str, str]:
 
 
 def in_step(step: int, **more: Any) -> dict[str, str]:
-    """What happens as the loss of that step is computed. Calls are counted from 1, and the second is the warm-up's."""
+    """What happens as the loss of that step is computed. Calls are counted from 3."""
     return {"PROBE": json.dumps({"where": "loss", "call": step + 2, "sleep_s": 0.0, **more})}
 
 

@@ -58,7 +58,7 @@ class Horovod(Method):
         group.barrier()
         horovod.shutdown()
 
-    def after_warm_up(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def wrap_optimizer(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Horovod's optimizer around this one, and rank 0's weights on all ranks. From here on backward sends."""
         config, horovod = self.config, load_horovod()
         state = optimizer.state_dict()  # the same everywhere; Horovod's broadcast of it unpickles what arrives

@@ -48,8 +48,8 @@ class Method:
         """The module whose forward and backward train with the other ranks; `model` may be compiled already."""
         return model
 
-    def after_warm_up(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer to step with, once the warm-up's passes are over."""
+    def wrap_optimizer(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer to step with."""
         return optimizer
 
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:

@@ -1,9 +1,8 @@
-"""The plain model, on its device and compiled; its warm-up; its optimizer and learning rate."""
+"""The plain model, on its device and compiled; its optimizer and learning rate."""
 
 import ctypes
 import math
 import shutil
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rankup import Group, UserError
-from rankup.seeds import state_kept
 
 from ..config import Config
 from ..workloads import Workload
@@ -50,25 +48,6 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
         raise UserError("compile needs a C++ compiler on this machine. Install it, or leave --compile out.")
     compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
     return compiled
-
-
-def warm_up(
-    plain: nn.Module, loss: Callable[[], torch.Tensor], device: torch.device, *, unused_allowed: bool
-) -> None:
-    """A throwaway pass, on every start: `loss()`, forward and backward. DDP's first backward finds out in which order
-    the gradients become ready, and DDP rebuilds its buckets in that order at the next forward. Other buckets mean
-    another order of sums on three or more ranks: the first step after a resume would differ in its last bits. Raises
-    UserError naming parameters without a gradient, unless `unused_allowed`."""
-    with state_kept(device, [plain]):
-        loss().backward()  # type: ignore[no-untyped-call]
-    unused = [name for name, p in plain.named_parameters() if p.requires_grad and p.grad is None]
-    if unused and not unused_allowed:
-        raise UserError(
-            f"the loss must depend on every parameter, got none from {', '.join(unused[:8])}. Freeze them "
-            "(requires_grad=False), or set --find-unused-parameters, which is slower."
-        )
-    for parameter in plain.parameters():
-        parameter.grad = None
 
 
 # The optimizer. Its rate is a pure function of the step, so that a resumed run needs no state to go on with it --------
