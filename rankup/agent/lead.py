@@ -22,7 +22,7 @@ from rankup.agent.processes import within
 from rankup.agent.protocol import KILLED, SHARED, Member
 from rankup.agent.ranks import Ranks
 from rankup.env.launchers import free_port
-from rankup.errors import STOPPED, JoinError, PeerLost, UserError
+from rankup.errors import STOPPED, JoinError, PeerLost, UserError, disk_errors
 from rankup.places.place import Place
 
 log = logging.getLogger("rankup")
@@ -140,9 +140,10 @@ class Lead:
         if self.status is not None:
             attempt = f"{self.job}-{self.ends.restarts}"
             if self.taking is None:
-                take = asyncio.to_thread(self.status.take, attempt, agreed=self.limits is not None)
-                self.taking = asyncio.create_task(take)
-            again |= await asyncio.shield(self.taking)  # a member may be lost meanwhile: the next commit has it
+                take = functools.partial(self.status.take, attempt, agreed=self.limits is not None)
+                self.taking = asyncio.create_task(in_thread(take, timeout_s=math.inf))
+            with disk_errors("run_dir", self.options.run_dir):
+                again |= await asyncio.shield(self.taking)  # a member may be lost meanwhile: the next commit has it
             self.status.begin(attempt, self.ends.world_size)
             # It may end before the next report; the disk may hang
             self.begin(in_thread(self.status.report, timeout_s=math.inf))

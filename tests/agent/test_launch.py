@@ -101,9 +101,10 @@ def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, 
     text = "import rankup\n" * knows_us + f"(folder / f'facts-{{rank}}').write_text(json.dumps({facts}))"
     given = {"CARPET": "y", "RANKUP_CACHE": "x", "TORCHELASTIC_RUN_ID": "stale",
              "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTHONUNBUFFERED": ""}
-    line = ("-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work")
+    line = ("-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work", "-m")
     bare, words = ("env", "-u", "OMP_NUM_THREADS"), ["--lr", "0.1", *(f"shard-{n:06}" for n in range(90_000))]
-    with ended(start(*bare, sys.executable, *line, write(tmp_path, text), *words, env=given)) as job:
+    module = write(tmp_path, text).stem  # not in the folder where its ranks start
+    with ended(start(*bare, sys.executable, *line, module, *words, env=given, cwd=tmp_path)) as job:
         assert job.wait() == [0], job.output
     found = [json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in TWO]
     assert [(each["argv"], each["cwd"]) for each in found] == [(words, str(tmp_path / "work"))] * 2
@@ -449,6 +450,8 @@ def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         assert sorted([*first.wait(), *second.wait()]) == [0, 2]
     assert "is owned by a live attempt" in first.output + second.output
+    with ended(launch(tmp_path, "", f"--run-dir={tmp_path}/go")) as job:
+        assert job.wait() == [2], job.output  # a file is there: another try would not help
 
 
 def test_launch_whose_fork_server_is_killed_before_it_is_ready_ends_with_137_and_says_so(tmp_path: Path) -> None:
