@@ -2,6 +2,6 @@
 
 import os
 
-from setuptools.build_meta import *  # noqa: F403
+from setuptools.build_meta import *  # type: ignore[import-untyped]  # noqa: F403
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1577836800")
