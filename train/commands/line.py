@@ -6,9 +6,10 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
@@ -50,7 +51,7 @@ def parse_args(argv: Sequence[str]) -> Request:
     import fire  # here, since it costs 50 ms, which a module that only needs Request shall not pay
     from fire.decorators import SetParseFn
 
-    def understood(name: str) -> Callable[..., Request]:
+    def understood(name: str) -> Any:
         return SetParseFn(str)(lambda *more, **flags: _understand(name, more, flags))
 
     table = {name: understood(name) for name in COMMANDS}
