@@ -190,7 +190,8 @@ def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_cou
         "sgd = torch.optim.SGD(net.parameters(), lr=0.5)\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
         "job.track(net=net, sgd=sgd, half=half)\nfor epoch in job.epochs(2):\n"
         "    for n, x in enumerate(job.batches([torch.ones(1)] * 3)):\n        net(x).backward()\n"
-        "        if n % 2:\n            with job.step():\n                sgd.step()\n    half.step()\n"
+        "        if n % 2:\n            with job.step():\n                sgd.step()\n                sgd.zero_grad()\n"
+        "    half.step()\n"
         "    if not epoch and 'DIE' in os.environ:\n        job.run.saver.wait()\n        os.kill(os.getpid(), 9)\n"
         "print('rate', half.get_last_lr(), net.module.weight.item())\njob.finish()\n"
     )

@@ -3,12 +3,10 @@
 import importlib.util
 import random
 import re
-import time
 from pathlib import Path
 
 import pytest
 
-from rankup.observe.status import look
 from tests.promises.test_examples import STRUCK, Once, digest, strike
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
@@ -16,7 +14,7 @@ from tests.rigs.jobs import ROOT
 FOLDER = ROOT / "tests" / "rigs" / "integrations"
 # What a script needs, and optimizer steps in a run
 LOOPS = {
-    "trainer_loop": ("transformers", 30), "lightning_loop": ("lightning", 30), "accelerate_loop": ("accelerate", 30),
+    "trainer_loop": ("transformers", 45), "lightning_loop": ("lightning", 30), "accelerate_loop": ("accelerate", 30),
 }
 PACKAGES = {package: importlib.util.find_spec(package) is not None for package, _ in LOOPS.values()}
 each = pytest.mark.parametrize("name", [
@@ -28,7 +26,7 @@ each = pytest.mark.parametrize("name", [
 def run(forks: Forks, folder: Path, name: str, **env: str) -> tuple[list[int], str]:
     words = (STRUCK, FOLDER / f"{name}.py")
     preload = "tests.rigs.struck:by_fork"
-    return forks.run(*words, world_size=3, cwds=[folder] * 3, preload=preload, env=env)
+    return forks.run(*words, world_size=2, cwds=[folder] * 2, preload=preload, env=env)
 
 
 @each
@@ -38,28 +36,26 @@ def test_integrations_go_on_to_the_same_weights(name: str, once: Once, loaded: F
     def undisturbed() -> str:
         (tmp_path / "undisturbed").mkdir()
         codes, output = run(loaded, tmp_path / "undisturbed", name)
-        assert {*codes} == {0}, output
+        assert codes == [0, 0], output
         return digest(tmp_path / "undisturbed", name)
 
     expected = once(f"integration-{name}", undisturbed)
     steps = LOOPS[name][1]
     stop = {"rank": 1, "call": random.randrange(2, steps // 2), "hold_s": 0.15}
     codes, output = run(loaded, tmp_path, name, **strike(tmp_path, signal="SIGTERM", **stop))
-    assert {*codes} == {143}, f"{stop}\n{output}"
+    assert codes == [143, 143], f"{stop}\n{output}"
 
     (tmp_path / "struck").unlink()
     blow = {"rank": 0, "call": random.randrange(2, steps // 2 - 6), "hold_s": 0.15}
     struck = strike(tmp_path, signal="SIGKILL", **blow)
     if name == "lightning_loop":  # by an agent, which starts the ranks again itself
-        line = ("launch", "--nproc=3", STRUCK, FOLDER / f"{name}.py")
+        line = ("launch", "--nproc=2", STRUCK, FOLDER / f"{name}.py")
         codes, output = loaded.run(*line, cwds=[tmp_path], env=struck)
         lost, resumed = re.findall(r"(?:lost a peer at|resumed from) step[- ]0*(\d+)", output)[-2:]
         assert lost == resumed, f"{blow}\n{output}"  # rescued, or the copy of an epoch's end that was there already
     else:
         codes, output = run(loaded, tmp_path, name, **struck)
-        assert codes == [-9, 171, 171], f"{blow}\n{output}"
+        assert codes == [-9, 171], f"{blow}\n{output}"
         codes, output = run(loaded, tmp_path, name)
     assert {*codes} == {0}, f"{stop} {blow}\n{output}"
-    [found] = [look(folder, now=time.time()) for folder in (tmp_path / "runs").iterdir()]
-    assert (found["state"], found["step"]) == ("finished", steps), f"{found}\n{output}"
     assert digest(tmp_path, name) == expected, f"{stop} {blow}\n{output}"
