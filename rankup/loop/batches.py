@@ -290,7 +290,7 @@ class Batches:
         waited = group.watch.clock.wait_for_data
         job.begin()
         if not live.running and not live.fetched and live.streams and not live.has_epochs:
-            with job.changing:  # what follows the last batch of a pass has run
+            with job.commit_lock:  # what follows the last batch of a pass has run
                 job.commit()
         number = len(live.streams)
         skip, state = live.before[number] if number < len(live.before) else (0, None)
