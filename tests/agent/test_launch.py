@@ -102,7 +102,7 @@ def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, 
     given = {"CARPET": "y", "RANKUP_CACHE": "x", "TORCHELASTIC_RUN_ID": "stale",
              "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTHONUNBUFFERED": ""}
     line = ("-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work", "-m")
-    bare, words = ("env", "-u", "OMP_NUM_THREADS"), ["--lr", "0.1", *(f"shard-{n:06}" for n in range(90_000))]
+    bare, words = ("env", "-u", "OMP_NUM_THREADS"), ["--", "--lr", "0.1", *(f"shard-{n:06}" for n in range(90_000))]
     module = write(tmp_path, text).stem  # not in the folder where its ranks start
     with ended(start(*bare, sys.executable, *line, module, *words, env=given, cwd=tmp_path)) as job:
         assert job.wait() == [0], job.output
