@@ -71,7 +71,7 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
-    if not options.script.imports_rankup and code not in (FINISHED, STOPPED, USER_MISTAKE):
+    if not script.imports_rankup and code not in (FINISHED, STOPPED, USER_MISTAKE) and options.run_dir.is_dir():
         log.info("%s", what_next(options.run_dir))
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
 

@@ -155,7 +155,7 @@ class Lead:
     async def _blame(self, verdict: Verdict) -> Verdict:
         """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
         most = self.options.max_failures
-        if most is None or self.limits is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
+        if most is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
             return verdict
         token = self.leader.basis["ran"][rank // self.node.nproc]
         self.failures[token] += 1

@@ -430,6 +430,7 @@ def test_node_that_does_not_come_is_named_on_each_node(tmp_path: Path) -> None:
         assert job.wait() == [170, 170], job.output
     for output in job.outputs:
         assert re.search(r"rank 2 of 3 .*has not joined after \d+ s \(joined: 0-1 on", output), output
+        assert "`rankup logs" not in output  # there is no run yet
 
 
 def test_nodes_with_different_scripts_are_refused(tmp_path: Path) -> None:
