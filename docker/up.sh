@@ -38,6 +38,11 @@ for file in ${files//:/ }; do
 done
 export COMPOSE_FILE=${files/compose.yaml/compose.yaml:$nodes_file} COMPOSE_PROFILES=$num_nodes
 if [[ -n $(setting IMAGE) ]]; then docker/host/setup.sh; else docker/image.sh; fi
+# Compose knows a project by its name alone: these nodes would replace those of another checkout's job
+while read -r folder; do
+  [[ $folder -ef . ]] || fail "a job of $folder runs under the same name: COMPOSE_PROJECT_NAME=second make up"
+done < <(docker ps --filter "label=com.docker.compose.project=$(setting COMPOSE_PROJECT_NAME rankup)" \
+  --format '{{.Label "com.docker.compose.project.working_dir"}}')
 
 mapfile -t nodes < <(docker compose config --services | grep '^node' | sort)
 declare -A id=()

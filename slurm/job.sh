@@ -31,13 +31,22 @@ run=$run_dir/$name
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ((${#hosts[@]})) || fail "scontrol can't read the node list \"$SLURM_JOB_NODELIST\""
-nproc=${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}} cpus=${SLURM_CPUS_ON_NODE:-1}
+# Of the node with the fewest CPUs: "8(x2),4" is three nodes, and srun asks as much of each
+cpus=$(tr , '\n' <<< "${SLURM_JOB_CPUS_PER_NODE:-1}" | sort -n | head -n 1) cpus=${cpus%(*}
+tasks=${SLURM_NTASKS:+$SLURM_TASKS_PER_NODE} # "2(x2)"; "3,1" is what Slurm may make of --ntasks=4 on two nodes
+[[ $tasks != *,* ]] || fail "the $SLURM_NTASKS tasks are spread unevenly over the nodes: give --ntasks-per-node"
+nproc=${SLURM_GPUS_ON_NODE:-${tasks%(*}} nproc=${nproc:-1}
 ((cpus >= nproc)) || say "$nproc processes share $cpus CPUs on each node: ask for more with --cpus-per-task"
+# Each agent gets all GPUs of its node, also where each task of the job was to get one
+gpus=(${SLURM_GPUS_PER_TASK:+--gpus-per-node="$nproc"})
 # srun would read these of the whole job, but they mean something else in a step; an address is that of an earlier job
-unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK MASTER_ADDR MASTER_PORT
+unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK \
+  MASTER_ADDR MASTER_PORT
 export SRUN_CPUS_PER_TASK=$cpus OMP_NUM_THREADS=$((cpus > nproc ? cpus / nproc : 1)) RANKUP
-# The tasks end together, with one code. When one of them is lost, the others have 30 s (not so with NNODES)
-each=(--nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=30)
+# The tasks end together, with one code. When one of them is lost, the others have 30 s (not so with NNODES). Without
+# --export=ALL, a step of a job with another --export would get none of the variables above
+each=(--nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=30
+  --export=ALL "${gpus[@]}")
 container=()
 if [[ -n $IMAGE && $IMAGE != *.sif ]]; then # an apptainer image is started by each task
   container=(--container-image="$IMAGE" --container-mounts="$RANKUP:$RANKUP,$PWD:$PWD" --container-workdir="$PWD")

@@ -14,7 +14,7 @@ from rankup import Group, Job, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from .config import Config
-from .data.samples import Order, load_batches, to_device
+from .data.samples import EpochSampler, load_batches, to_device
 from .group import join_options
 from .parallel import METHODS, method_name
 from .parallel.methods import Method
@@ -110,7 +110,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     )
 
 
-def build_order(config: Config, group: Group, workload: Workload) -> Order:
+def build_order(config: Config, group: Group, workload: Workload) -> EpochSampler:
     """The order of the training samples. Raises UserError where ranks have different data, or fewer samples than a
     batch."""
     group.must_match(
@@ -120,7 +120,7 @@ def build_order(config: Config, group: Group, workload: Workload) -> Order:
     if len(workload.train) < config.batch_size:
         most = f"the number of training samples, {len(workload.train)}"
         raise UserError(f"batch_size must be at most {most}, got {config.batch_size}. Set a smaller --batch-size.")
-    return Order(len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None))
+    return EpochSampler(len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None))
 
 
 def batches_to_end(t: Training) -> Iterator[list[tuple[float, Any]]]:

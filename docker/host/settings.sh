@@ -5,7 +5,7 @@
 
 setting() { # NAME [DEFAULT]
   local value
-  value=$(printenv "$1" || sed -n "s/^$1=//p" .env 2> /dev/null | tail -1)
+  value=$(printenv "$1" || sed -nE "s/^$1=([\"']?)(.*)\\1\$/\\2/p" .env 2> /dev/null | tail -1)
   echo "${value:-${2:-}}"
 }
 

@@ -52,9 +52,8 @@ class Finding:
     def text(self, who: str = "") -> str:
         """For people, in one to three lines."""
         lines = [f"{_SHOWN[self.level]:8} {self.stage:12} {who}{self.seen}"]
-        if self.level != OK:
-            more = (("why:  ", self.why), ("mend: ", self.remedy))
-            lines += [" " * 22 + word + text for word, text in more if text]
+        more = (("why:  ", self.why), ("mend: ", self.remedy))
+        lines += [" " * 22 + word + text for word, text in more if text]
         return "\n".join(lines)
 
 

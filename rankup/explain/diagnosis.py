@@ -55,9 +55,6 @@ def faults_in(text: str) -> list[tuple[Fault, Mapping[str, str | None]]]:
 UNKNOWN = Fault("", **LINES["unknown"])
 # What a line may be, beside a fault: see the table
 LINE = {kind: re.compile("|".join(patterns)) for kind, patterns in LINES["kinds"].items()}
-CODE = ("  ", "│")  # what source code in a traceback begins with
-WHAT = "  what():  "  # an exception of C++ that nobody caught
-SUMMARY_ROOT = "Root Cause (first observed failure)"  # torchrun's: the next paragraph is that of the first rank
 
 
 @dataclass(slots=True)
@@ -194,7 +191,7 @@ class Search:
 
     def _in_summary(self, line: LogLine, source: _Source) -> LogLine:
         """A line of torchrun's summary is about the rank of its paragraph, and tracebacks in it are indented."""
-        if line.text.startswith(SUMMARY_ROOT):
+        if LINE["summary_root"].match(line.text):
             source.summary_root = True
         elif LINE["summary_end"].match(line.text):
             source.summary_root = source.summary_root and not source.summary
@@ -213,19 +210,23 @@ class Search:
         """Note what a line shows."""
         text = line.text
         if LINE["chain"].match(text) and source.newest is not None and source.newest.fault is UNKNOWN:
-            self._findings.remove(source.unknown.pop())
-            source.newest = None
+            source.newest.over = True
         # An indented line in a traceback is source code: it may name errors that did not happen
-        known = None if source.inside and text.startswith(CODE) else self._known(line, source)
+        known = None if source.inside and LINE["code"].match(text) else self._known(line, source)
         if LINE["begin"].match(text):
             source.inside = True
             source.traceback.clear()
-        elif (source.inside and LINE["exception"].match(text)) or text.startswith(WHAT):
-            self._raise(known, line._replace(text=text.removeprefix(WHAT)), source)
+        elif (source.inside and LINE["exception"].match(text)) or LINE["thrown"].match(text):
+            self._raise(known, line._replace(text=LINE["thrown"].sub("", text, 1)), source)
         elif source.inside:
             source.traceback.append(text[:MAX_SEEN])
         elif LINE["ignored"].match(text):
             source.ignored = True
+        elif known is not None and (newest := source.newest) is not None and not known.fault.proof:
+            if known.order <= NAMED < newest.order and source.spoke < newest.last_line:
+                # The lines after an exception are its message, and this one names the cause
+                known.raised, newest.over = True, True
+                known.traceback = known.traceback or (*newest.traceback, newest.seen)
         elif known is None and LINE["bad"].match(text):
             source.bad = self._finding(UNKNOWN, line, source)
         elif known is None and not LINE["noise"].match(text):  # an ordinary line: the process went on
@@ -306,25 +307,27 @@ class Search:
         return self._by_cause(kept)
 
     def _by_cause(self, found: list[Diagnosis]) -> list[Diagnosis]:
-        """The root cause first; among those of one kind the earliest, where all have a time."""
+        """The root cause first; among those of one kind the earliest, where all have a time, and an abort last."""
         errors = [each for each in found if each.raised and each.order <= DIED]
         causes = errors + [each for each in found if each.order == DIED and each.fault.proof]
         for each in found:
             if each.fault.late and any(_is_before(cause, each) for cause in causes):
                 each.order = FOLLOWED
             if each.name == "exit-code":
-                if any(other.may_be_of(each) for other in errors if other is not each):
-                    each.over = True  # of an exception that is there itself
+                others = (one for one in found if one.raised and one is not each and one.may_be_of(each))
+                if any(one.order <= (WAITED if each.code == "1" and _is_before(one, each) else DIED) for one in others):
+                    each.over = True  # of an exception that is there itself. Python's code for all of them is 1
                 elif each.rank is not None and self._first_rank not in (None, each.rank):
                     each.order = FOLLOWED
         found = [each for each in found if not each.over]
         untimed = {each.kind for each in found if each.time is None}
 
-        def place(each: Diagnosis) -> tuple[int, bool, float, bool]:
+        def place(each: Diagnosis) -> tuple[int, bool, bool, float, bool]:
             # A line that its process survived for a while comes after what ended a process
             survived = bool(errors) and not (each.raised or each.last or each.fault.proof)
             other_rank = self._first_rank is None or each.rank != self._first_rank
-            return each.kind, survived, 0.0 if each.kind in untimed else each.time or 0.0, other_rank
+            time = 0.0 if each.kind in untimed else each.time or 0.0
+            return each.kind, survived, each.name == "aborted", time, other_rank
 
         return sorted(found, key=place)
 

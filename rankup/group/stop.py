@@ -158,8 +158,8 @@ class StopRequest:
 
     def _leave(self, why: str) -> None:
         # A log that nobody has set up prints warnings to stderr
-        last_word = self.watch.last_word if self.watch is not None else logging.getLogger("rankup").warning
-        leave(STOPPED, lambda: last_word(why), timeout_s=PARTING_S)
+        report_stop = self.watch.report_stop if self.watch is not None else logging.getLogger("rankup").warning
+        leave(STOPPED, lambda: report_stop(why), timeout_s=PARTING_S)
 
 
 # The stacks of this process ------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def own_place() -> str:
     return _place_in(stack)
 
 
-def moment(phase: str, step: int) -> str:
+def in_phase(phase: str, step: int) -> str:
     """What stands behind a place: " of step 413" while that step is under way, " in save" in another phase."""
     return f" of step {step + 1}" if phase == "step" else f" in {phase}" if phase else ""
 

@@ -21,7 +21,7 @@ from rankup.agent.processes import leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, NO_STOP, Record
 from rankup.errors import FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
-from rankup.group.stop import StopRequest, compare, dump, moment, own_place
+from rankup.group.stop import StopRequest, compare, dump, in_phase, own_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Watchdog:
                 ends[rank] = End(rank, self.hosts[rank], reported, self._lost["why"], own.step)
         self.status.write_summary({**ends, self.rank: own}.values())
 
-    def last_word(self, why: str) -> None:
+    def report_stop(self, why: str) -> None:
         """This rank leaves for a stop."""
         self.log.info(why)
         self.report(STOPPED, why)
@@ -235,7 +235,7 @@ class Watchdog:
         if self.rank > 0:  # rank 0 keeps the copy for all, unless its loop finds before that this rank is gone
             self._heard.wait(timing.LAST_WORD_S)
         why = why or f"{self.stop.signal_name}: the state could not be kept"
-        leave(STOPPED, lambda: self.last_word(why), timeout_s=timing.REPORT_END_S)
+        leave(STOPPED, lambda: self.report_stop(why), timeout_s=timing.REPORT_END_S)
 
     def _leave(self) -> None:
         """A deadline has passed, or a rank is lost: dump the stacks, name the suspect, tell the others, and end this
@@ -255,7 +255,7 @@ class Watchdog:
             self._ending = True
         self.log.warning("\n".join([f"{loss} (exit code {loss.code})", *lines]))
 
-        def last_words() -> int:
+        def report_loss() -> int:
             tell_torchrun(TimeoutError(str(loss)) if loss.suspect in (None, self.rank) else loss)
             self.report(loss.code, str(loss), loss.suspect)
             changed = self.leaving(loss)
@@ -263,7 +263,7 @@ class Watchdog:
                 time.sleep(timing.LINGER_S)
             return changed
 
-        leave(loss.code, last_words, timeout_s=timing.REPORT_END_S)
+        leave(loss.code, report_loss, timeout_s=timing.REPORT_END_S)
 
     def _take_stacks(self, why: str, *, all_alive: bool) -> list[str]:
         """Write the stacks of this rank. Returns lines for its log: which file has them, and where all ranks are unless
@@ -276,7 +276,7 @@ class Watchdog:
     def _place(self) -> str:
         """Where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""
         now = self.record.read()
-        return own_place() + moment(now.phase, now.step)
+        return own_place() + in_phase(now.phase, now.step)
 
     def loss(self, suspects: list[Suspect], what: str = "", *, code: int = PEER_LOST) -> PeerLost:
         """What to raise where these were lost, the likeliest first. `what` has happened, by default the loss of a peer.

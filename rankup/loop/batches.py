@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from rankup.errors import UserError
+from rankup.loop.record import OVER
 from rankup.loop.tracked import has_state
 from rankup.loop.workers import Workers
 from rankup.seeds import derive_seed, drawn_apart, host_state_kept, seed_host
@@ -289,14 +290,14 @@ class Batches:
         waited = group.watch.clock.wait_for_data
         job.begin()
         if not live.running and not live.fetched and live.streams and not live.has_epochs:
-            with job.changing:  # what follows the last batch of a pass has run
+            with job.commit_lock:  # what follows the last batch of a pass has run
                 job.commit()
         number = len(live.streams)
         skip, state = live.before[number] if number < len(live.before) else (0, None)
         live.streams.append(skip)
         live.sources.append(source)
         seed = derive_seed(job.settings.seed, live.epoch, number)
-        pairs = source.open(seed, epoch=live.epoch, skip=skip, state=state)
+        pairs = source.open(seed, epoch=live.epoch, skip=skip, state=state) if skip != OVER else iter(())
         if order := source.fingerprint:
             group.must_match("batches: the order of the samples", order, remedy=(
                 "A sampler must draw the same on all ranks, or split by itself as DistributedSampler does."
@@ -336,4 +337,5 @@ class Batches:
                         "job.weight, or the gradients are not exactly those of the whole batch"
                     )
         finally:
+            streams[number] = OVER
             live.running.remove(self)

@@ -40,7 +40,7 @@ class Job:
         self.agreement = Agreement(group, run, self.tracked.items, every=settings.compare_every_steps)
         self.figures = Figures(group, run, settings, position)
         self.saving = Saving(group, run, self.tracked, self.figures, self.agreement, settings, position)
-        self.course, self.clock, self.changing = self.figures.course, self.figures.clock, self.saving.changing
+        self.course, self.clock, self.commit_lock = self.figures.course, self.figures.clock, self.saving.commit_lock
         self.live = Live(position, self.saving.loader_states)
         self.loop_is_over = False
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
@@ -87,7 +87,7 @@ class Job:
             names = ", ".join(unfixed)
             group.log.info(f"track  a resume changes the last bits of {names}: its DDP settles the order of sums late")
         for item in items.values():
-            if isinstance(item, DistributedDataParallel):
+            if isinstance(getattr(item, "_orig_mod", item), DistributedDataParallel):  # also in torch.compile
                 self.clock.watch(item)
         sharded = tracked.split and self.settings.sharded
         if sharded and not run.parts.wanted:
@@ -121,7 +121,7 @@ class Job:
         self.tracked.check_unchanged(after_epoch=True)  # else the block's commit would hide a change before it
         again = live.changes_to_repeat > 0
         before = deepcopy(self.tracked.state()) if again else {}
-        with self.changing:
+        with self.commit_lock:
             yield
             if again:
                 live.changes_to_repeat -= 1
@@ -160,7 +160,7 @@ class Job:
             self.live.begin_epoch()
             if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
                 self.tracked.check_unchanged(after_epoch=True)
-                with self.changing:
+                with self.commit_lock:
                     self.commit()
             if self.settings.save_every_steps is None:
                 self.save()
@@ -199,6 +199,11 @@ class Job:
         """
         if id(loader) not in self._batches:
             source = source_of(loader, self.rank, self.world_size, any_order=any_order)
+            if source.tells and not source.in_process:
+                self.group.log.info(
+                    "batches  a resume changes the random numbers that this loader's workers draw, unless its state "
+                    "has them: keep a generator in the state of the data set"
+                )
             self._batches[id(loader)] = Batches(self, source)  # which keeps the loader alive
         return self._batches[id(loader)]
 
@@ -234,7 +239,7 @@ class Job:
         return self._step
 
     def commit(self) -> None:
-        """What the loop has done is the state from now on. Inside `self.changing`."""
+        """What the loop has done is the state from now on. Inside `self.commit_lock`."""
         position, live = self.position, self.live
         position.epoch, position.streams = live.epoch, [*live.streams]
         position.changes = live.changes_to_repeat = 0
@@ -316,7 +321,7 @@ class Job:
         position = self.position
         earlier = (position.metrics or {}) if position.evaluated == position.step else {}
         own = {name: number_of(value) for name, value in values.items()}
-        with contextlib.nullcontext() if self._step.inside else self.changing:
+        with contextlib.nullcontext() if self._step.inside else self.commit_lock:
             position.metrics, position.evaluated = earlier | own, position.step
         self.figures.metrics.write(evaluation(position.step, own))
 

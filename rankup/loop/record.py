@@ -26,15 +26,16 @@ from rankup.state.saver import Options
 # generator's state is saved, each step, epoch and sample derives its own seed. A copy of another format is refused,
 # because the weights of the resumed run would change without a word.
 FORMAT = 8
+OVER = -1  # in place of a pass's batches once it has ended: what its loader says of itself belongs to the next pass
 
 
 class Live:
     """Where the loop stands since the last commit, and what it has yet to do again after a resume.
 
     `streams`: as in `Position`, and `sources` the loaders of these passes. `before`: of each pass that is gone on with
-    the batches to skip, and what its loader said of itself. `running`: the loops over batches or steps that have not
-    ended. `fetched`: batches since the last commit. `weight`: of the newest one. `changes_to_repeat`: blocks of
-    `job.change` that a copy holds already.
+    the batches to skip, or OVER, and what its loader said of itself. `running`: the loops over batches or steps that
+    have not ended. `fetched`: batches since the last commit. `weight`: of the newest one. `changes_to_repeat`: blocks
+    of `job.change` that a copy holds already.
     """
 
     def __init__(self, position: Position, states: list[Any]) -> None:

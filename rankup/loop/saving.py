@@ -43,8 +43,8 @@ class _Queued:
         return self.ended is not None and self.ended.query()
 
 
-class Changing:
-    """`with changing:` around everything that makes a finished step out of the one before, `progress` included.
+class CommitLock:
+    """`with commit_lock:` around everything that makes a finished step out of the one before, `progress` included.
 
     A block that fails never ends the change: what it leaves is the state of no step.
     """
@@ -118,7 +118,7 @@ class Saving:
     ) -> None:
         self.group, self.run, self.tracked, self.position = group, run, tracked, position
         self.figures, self.agreement, self.settings = figures, agreement, settings
-        self.changing = Changing(position, group.device)
+        self.commit_lock = CommitLock(position, group.device)
         self.about: dict[str, Any] = {}
         self.loader_states: list[Any] = []
         self._place = f"{group.rank} of {group.world_size}"
@@ -266,7 +266,7 @@ class Saving:
             return  # another rank has left before it came to the step at which all stop
         position = None
         if self._can_rescue and self.position.step > max(0, self.run.saved_step):
-            position = self.changing.stop()
+            position = self.commit_lock.stop()
             if position is None:
                 self.group.log.warning("no rescue: this rank was in the middle of changing the weights")
         if position is None or not self.run.rescue(position.step, lambda: self._files(copy(position))):
@@ -290,8 +290,8 @@ class Saving:
             return self.stopped()
         saver = self.run.saver
         saver.wait()
-        position = self.changing.stop()
-        if position is None and self.changing.busy and (self.group.world_size == 1 or not self._can_rescue):
+        position = self.commit_lock.stop()
+        if position is None and self.commit_lock.busy and (self.group.world_size == 1 or not self._can_rescue):
             return ""  # a long step, or one in which ranks wait for each other: it stops once that is done
         if position is None:
             return f"{signal}: in the middle of changing the weights, so nothing newer was saved"
@@ -313,6 +313,6 @@ class Saving:
             nodes, tensors = tree.encode(self._own())
             if device.type == "cuda":  # else they are written as they lie: the training has stopped
                 tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-        if not self.changing.unchanged():
+        if not self.commit_lock.unchanged():
             raise RuntimeError("the weights changed while they were copied")
         return {STATE: self._record(position), **tree.files_of(nodes, tensors)}

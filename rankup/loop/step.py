@@ -19,7 +19,7 @@ class Step:
         self.inside = False
         self._line: dict[str, Any] | None = None  # of training, where this step gets one
         self._job, self._live, self._position = job, job.live, job.position
-        self._clock, self._tracked, self._changing = job.clock, job.tracked, job.changing
+        self._clock, self._tracked, self._commit_lock = job.clock, job.tracked, job.commit_lock
 
     def __enter__(self) -> None:
         job, tracked, step = self._job, self._tracked, self._position.step
@@ -41,7 +41,7 @@ class Step:
             self._clock.mark(WAITING)
         self._line, self.inside = line, True
         # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
-        self._changing.__enter__()
+        self._commit_lock.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         position, line = self._position, self._line
@@ -55,7 +55,7 @@ class Step:
             kind = type(failure)
             raise
         finally:
-            self._changing.__exit__(kind)
+            self._commit_lock.__exit__(kind)
         if kind is None:
             self.inside = False
             self._clock.mark(COMPUTE)

@@ -41,21 +41,19 @@ def logs(
 ) -> None:
     """Print the lines of a run, see `find_run`; with `follow` until a signal ends the process. `rank`: such as "0-3,7".
     `since`: such as "10m". Raises UserError where there is no such run, and for texts that can't be understood."""
-    wanted, first_s = wanted_ranks(rank), moment(since)
+    wanted, first_s = wanted_ranks(rank), parse_since(since)
     folder = find_run(runs, run)
-    if not rank_logs(folder):
-        raise UserError(f"RUN must be a run whose ranks have written, got no logs/rank-N.log in {folder}.")
+    if not rank_logs(folder, () if follow else wanted):  # a rank may begin later
+        raise UserError(f"RUN must be a run whose ranks have written, got no logs/rank-{rank or 'N'}.log in {folder}.")
     found: dict[Path, LogReader] = {}
-    shown = _as_json if as_json else _as_text
     try:
         while True:
             # What was not read yet, also of ranks that have begun to write
-            for path in rank_logs(folder):
+            for path in rank_logs(folder, wanted):
                 if path not in found:
                     found[path] = LogReader(path, tail=TAIL if follow and not since else None)
-            chosen = [log for log in found.values() if not wanted or log.rank in wanted]
-            records = [log.records(whole=not follow, first_s=first_s) for log in chosen]
-            sys.stdout.buffer.writelines(map(shown, folded(records)))
+            records = [log.records(whole=not follow, first_s=first_s) for log in found.values()]
+            sys.stdout.buffer.writelines(map(_as_json if as_json else _as_text, folded(records)))
             sys.stdout.buffer.flush()
             if not follow:
                 return
@@ -88,11 +86,11 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("status.json", "run.json")) or bool(rank_logs(folder))
 
 
-def rank_logs(folder: Path) -> list[Path]:
-    """The logs of a run, in the order of the ranks."""
-    found = (folder / "logs").glob("rank-*.log")
-    logs = (path for path in found if path.stem.removeprefix("rank-").isdigit() and path.is_file())
-    return sorted(logs, key=lambda path: (len(path.name), path.name))
+def rank_logs(folder: Path, wanted: Collection[int] = ()) -> list[Path]:
+    """The logs of a run, of these ranks alone if there are any, in the order of the ranks."""
+    found = {path.stem.removeprefix("rank-"): path for path in (folder / "logs").glob("rank-*.log") if path.is_file()}
+    logs = {int(rank): path for rank, path in found.items() if rank.isdigit()}
+    return [logs[rank] for rank in sorted(logs) if not wanted or rank in wanted]
 
 
 def wanted_ranks(text: str) -> Collection[int]:
@@ -106,7 +104,7 @@ def wanted_ranks(text: str) -> Collection[int]:
     return ranks
 
 
-def moment(text: str) -> float:
+def parse_since(text: str) -> float:
     """The time that --since stands for, of `time.time()`; the beginning of all times for no text. Raises UserError."""
     if not text:
         return -inf

@@ -17,7 +17,7 @@ from rankup.agent.logs import STACKS, host_name
 from rankup.agent.processes import has_handler, start_of, state_of
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from rankup.group.stop import compare, moment, place_of
+from rankup.group.stop import compare, in_phase, place_of
 from rankup.timing import ANSWER_STACKS_S, ANSWER_TICK_S
 
 # By the letters that /proc has
@@ -64,7 +64,7 @@ class Answer:
         if self.problem or not self.text:
             return self.problem or "has written no stacks"
         where = place_of(self.text, self.main) or "no Python code"
-        return where + moment(self.phase, self.step)  # " of step 413"
+        return where + in_phase(self.phase, self.step)  # " of step 413"
 
 
 def report(run_dir: Path, *, full: bool = False) -> str:

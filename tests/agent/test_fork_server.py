@@ -185,12 +185,9 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("how", ["script", "link", "module", "package"])
+@pytest.mark.parametrize("how", ["link", "module", "package"])
 def test_forked_script_finds_what_a_fresh_one_finds(how: str, rig: Rig, tmp_path: Path) -> None:
-    argv = {
-        "script": ["folder/script.py"], "link": ["link.py"], "module": ["-m", "folder.script"],
-        "package": ["-m", "folder"],
-    }[how]
+    argv = {"link": ["link.py"], "module": ["-m", "folder.script"], "package": ["-m", "folder"]}[how]
     (tmp_path / "folder").mkdir()
     script(tmp_path / "folder", FACTS)
     script(tmp_path / "folder", FACTS, "__main__.py")

@@ -31,7 +31,7 @@ from tests.bench.machine import conditions, markdown_table  # noqa: E402
 from tests.rigs.photographs import write_photographs  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data.file_samples import MEAN, STD  # noqa: E402
-from train.data.samples import Order, load_batches  # noqa: E402
+from train.data.samples import EpochSampler, load_batches  # noqa: E402
 from train.parallel.model import keep_freed_memory  # noqa: E402
 from train.workloads import images  # noqa: E402
 
@@ -66,7 +66,7 @@ def ours(root: Path, recipe: str, workers: int) -> Batches:
     augment = RECIPES[recipe][0]
     config = Config(dataset="imagefolder", data_dir=str(root), augment=augment, batch_size=BATCH, model="cnn")
     samples, normalize = images.build(config).train, images.normalizer(MEAN, STD)
-    order = Order(len(samples), BATCH, seed=0)
+    order = EpochSampler(len(samples), BATCH, seed=0)
 
     def epoch() -> Batches:
         for ((_, batch),) in Workers(load_batches(samples, order, accumulate=1, num_workers=workers, device=CPU)):

@@ -2,41 +2,46 @@
 
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.bench.compare import sum_up
-from tests.rigs.jobs import ROOT, environment
+from tests.bench.compare import main, sum_up
+
+Compare = Callable[..., dict]
 
 
-def compare(output: Path, *words: str, env: dict[str, str] | None = None) -> dict:
-    done = subprocess.run([sys.executable, "tests/bench/compare.py", "--repeats", "1", "--output", output, *words],
-                          cwd=ROOT, env=environment({"PYTHONWARNINGS": "", **(env or {})}), capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((output / "compare.json").read_text())
-    assert done.stdout.count("\n| ") == len(found["variants"]) + 2  # with the header
-    return found
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Compare:
+    def run(*words: str) -> dict:
+        line = ("compare.py", "--repeats", "1", "--output", str(tmp_path), "--dataset", "digits", *words)
+        monkeypatch.setattr("sys.argv", [*line])
+        main()
+        found = json.loads((tmp_path / "compare.json").read_text())
+        assert capsys.readouterr().out.count("\n| ") == len(found["variants"]) + 2  # with the header
+        return found
+
+    return run
 
 
-def test_variants_that_others_start_are_compared_over_texts(tmp_path: Path) -> None:
+def test_variants_that_others_start_are_compared(compare: Compare, tmp_path: Path) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun here: apt install openmpi-bin")
     chosen = ["ddp-torchrun", "ddp-mpirun"]
-    found = compare(tmp_path, "--only", ",".join(chosen), "--workload", "text", "--steps", "3")
-    assert (found["missing"], found["unit"]) == ({}, "texts")
+    found = compare("--only", ",".join(chosen), "--steps", "3", "--model", "mlp")
+    assert (found["missing"], found["unit"]) == ({}, "images")
     assert [run["world_size"] for run in found["runs"]] == [2, 2]
     assert len({run["digest"] for run in found["runs"]}) == 1
     assert all(len(run["step_ms"]) == 2 for run in found["runs"])
     assert all(f">{name}</text>" in (tmp_path / "compare.svg").read_text() for name in chosen)
 
 
-def test_variant_that_cannot_run_or_fails_is_listed_with_its_reason(tmp_path: Path) -> None:
-    line = ("--only", "none,ddp-mpirun", "--dataset", "digits", "--batch-size", "5000")
-    found = compare(tmp_path, *line, env={"PATH": str(tmp_path)})
+def test_variant_that_cannot_run_or_fails_is_listed_with_its_reason(
+    compare: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = compare("--only", "none,ddp-mpirun", "--batch-size", "5000")
     assert found["variants"] == {}
     assert found["missing"]["ddp-mpirun"] == "No mpirun of Open MPI. On Debian and Ubuntu: sudo apt install openmpi-bin"
     assert "batch_size must be at most the number of training samples" in found["missing"]["none"]

@@ -16,28 +16,33 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ended, environ_of, free_port, start
 
 
-# On two nodes, in tests/launchers/: ddp_local_rank; imagenet, which spawns there, and Lightning under Slurm
-@pytest.mark.parametrize(("name", "nproc"), [("before_ddp", 2), ("bert_trainer", 2), ("imagenet", 4)])
+@again_if_aborted
+def test_foreign_script_under_torchrun_comes_to_the_weights_that_the_others_are_compared_with(
+    once: Once, loaded: Forks, tmp_path: Path
+) -> None:
+    line = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    with ended(start(sys.executable, *line, *words("before_ddp", tmp_path), env=WARN, cwd=tmp_path)) as job:
+        assert job.wait() == [0], job.output
+    assert result_of(job.output) == expected("before_ddp", once, loaded, tmp_path)
+
+
+# On two nodes, in tests/launchers/: ddp_local_rank, and Lightning under Slurm
+@pytest.mark.parametrize(("name", "workers"), [("bert_trainer", 2), ("imagenet", 4)])
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
-    name: str, nproc: int, once: Once, loaded: Forks, tmp_path: Path
+    name: str, workers: int, once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
-    # By an address of its own, not by env://
-    own = ("--dist-url", f"tcp://127.0.0.1:{free_port()}") if name == "imagenet" else ()
-    line = ("launch", f"--nproc={nproc}", "--run-dir", tmp_path, *words(name, tmp_path / "own"), *own)
+    # By an address of its own, not by env://, and each rank spawns two workers
+    spawns = ("--dist-url", f"tcp://127.0.0.1:{free_port()}", "--multiprocessing-distributed")
+    own = spawns if name == "imagenet" else ()
+    line = ("launch", "--nproc=2", "--run-dir", tmp_path, *words(name, tmp_path / "own"), *own)
     weights = result_of(loaded.ends(*line, env=WARN, cwds=[tmp_path]))
-    assert weights == expected(name, once, loaded, tmp_path, nproc=nproc)
-    if name == "before_ddp":
-        line = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
-        with ended(start(sys.executable, *line, *words(name, tmp_path), env=WARN, cwd=tmp_path)) as job:
-            assert job.wait() == [0], job.output
-        assert weights == result_of(job.output)
+    assert weights == expected(name, once, loaded, tmp_path, nproc=workers)
 
 
 @again_if_aborted
 def test_foreign_script_runs_alone(loaded: Forks, tmp_path: Path) -> None:
-    """As a group of one, where `python SCRIPT` would miss the variables of a launcher too. With workers that it spawns
-    itself: tests/launchers/slurm/test_slurm_foreign.py."""
+    """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""
     line = ("launch", "--run-dir", tmp_path, *words("before_ddp", tmp_path))
     output = loaded.ends(*line, env=WARN, cwds=[tmp_path])
     assert result_of(output).startswith("world size 1,")

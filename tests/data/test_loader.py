@@ -16,7 +16,7 @@ from rankup.loop.workers import Workers
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import probe, result
 from tests.rigs.small_filesystems import own_tmpfs
-from train.data.samples import MapSamples, Order, load_batches
+from train.data.samples import EpochSampler, MapSamples, load_batches
 
 
 class Faulty:
@@ -33,7 +33,7 @@ class Faulty:
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("error", [UserError("file 99: UserError: no image"), ZeroDivisionError("a fault of the data")])
 def test_unreadable_sample_is_one_line_and_a_fault_keeps_its_type(error: Exception, num_workers: int) -> None:
-    samples, order, device = MapSamples(Faulty(error), seed=3), Order(24, 4, seed=1), torch.device("cpu")
+    samples, order, device = MapSamples(Faulty(error), seed=3), EpochSampler(24, 4, seed=1), torch.device("cpu")
     loader = load_batches(samples, order, accumulate=2, num_workers=num_workers, device=device)
     with pytest.raises(type(error)) as caught:
         next(iter(Workers(loader)))

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rankup.loop.batches import source_of
-from train.data.samples import MapSamples, Order, TensorSamples, load_batches, random_numbers, shift_and_flip
+from train.data.samples import EpochSampler, MapSamples, TensorSamples, load_batches, random_numbers, shift_and_flip
 
 
 class Numbers:
@@ -20,7 +20,9 @@ class Numbers:
         return indices.tolist(), epoch
 
 
-def steps(order: Order, epoch: int, world_size: int = 1, accumulate: int = 1) -> list[list[tuple[float, list[int]]]]:
+def steps(
+    order: EpochSampler, epoch: int, world_size: int = 1, accumulate: int = 1
+) -> list[list[tuple[float, list[int]]]]:
     """For each step of that epoch the micro-batches of all ranks, by what the mean loss over one is divided."""
     loader = load_batches(Numbers(), order, accumulate=accumulate, num_workers=0, device=torch.device("cpu"))
     ranks = [source_of(loader, rank, world_size, any_order=False) for rank in range(world_size)]
@@ -38,7 +40,7 @@ def samples(step: list[tuple[float, list[int]]]) -> list[int]:
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])
 def test_epoch_takes_each_sample_once_and_drops_the_tail(epoch: int) -> None:
-    order = Order(1000, 30, 0)
+    order = EpochSampler(1000, 30, 0)
     seen = [sample for step in steps(order, epoch) for sample in samples(step)]
     assert len(seen) == len(set(seen)) == 990
     # what is left out is the end of that epoch's permutation, other samples each time
@@ -48,7 +50,7 @@ def test_epoch_takes_each_sample_once_and_drops_the_tail(epoch: int) -> None:
 
 def test_seeds_give_other_orders() -> None:
     # a sum of seed and epoch would collide: epoch 1 of seed 0 is not epoch 0 of seed 1
-    assert not torch.equal(Order(100, 10, 0).epoch(1), Order(100, 10, 1).epoch(0))
+    assert not torch.equal(EpochSampler(100, 10, 0).epoch(1), EpochSampler(100, 10, 1).epoch(0))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
@@ -56,7 +58,7 @@ def test_seeds_give_other_orders() -> None:
 def test_batch_that_does_not_divide_is_taken_whole_and_each_sample_counts_once(
     world_size: int, accumulate: int
 ) -> None:
-    order = Order(1000, 64, 7)
+    order = EpochSampler(1000, 64, 7)
     for step, alone in zip(steps(order, 1, world_size, accumulate), steps(order, 1), strict=True):
         assert samples(step) == samples(alone)
         sizes = [len(batch) for _, batch in step]
@@ -69,7 +71,7 @@ def test_batch_that_does_not_divide_is_taken_whole_and_each_sample_counts_once(
 @pytest.mark.parametrize("accumulate", [1, 3, 7])
 def test_equal_micro_batches_are_divided_by_accumulate_exactly(accumulate: int) -> None:
     for world_size in (1, 2, 7):
-        order = Order(1000, 13 * world_size * accumulate, 0)
+        order = EpochSampler(1000, 13 * world_size * accumulate, 0)
         assert {divisor for step in steps(order, 0, world_size, accumulate) for divisor, _ in step} == {accumulate}
 
 

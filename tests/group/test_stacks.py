@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rankup.group.stop import compare, moment, place_of
+from rankup.group.stop import compare, in_phase, place_of
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
 
@@ -99,4 +99,4 @@ def test_own_place_is_looked_up_while(beside: str) -> None:
 
 def test_ranks_in_one_place_share_a_line() -> None:
     assert compare({0: "a", 1: "a", 2: "b", 3: "a"}) == ["ranks 0-1, 3: a", "rank 2: b"]
-    assert (moment("step", 412), moment("save", 412), moment("", 0)) == (" of step 413", " in save", "")
+    assert (in_phase("step", 412), in_phase("save", 412), in_phase("", 0)) == (" of step 413", " in save", "")

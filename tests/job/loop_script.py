@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import rankup
 
 
 class Noise(IterableDataset):
-    """Random numbers of each rank, from a loader that can be asked for its state."""
+    """Random numbers of each rank, which can be asked for its state."""
 
     first = at = 0
 
@@ -43,7 +44,8 @@ plain = "PLAIN" in os.environ  # nothing that another number of ranks changes by
 points = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
 dataset = TensorDataset(points, points.sum(1).sign().long().clamp(0))
 loader = DataLoader(dataset, batch_size=12, shuffle=True, drop_last=True)  # 4 are left out
-noise = Noise()
+warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+noise = StatefulDataLoader(Noise(), batch_size=None)
 net = nn.Sequential(
     nn.Linear(8, 16), nn.Identity() if plain else nn.BatchNorm1d(16), nn.Dropout(0.0 if plain else 0.2), nn.ReLU()
 )

@@ -153,6 +153,17 @@ def test_what_ranks_hold_differently_is_said_once(forks: Forks, tmp_path: Path) 
     assert re.findall("the ranks differ in (.*), and a resume", output) == ["own and the buffers of norm"]
 
 
+@pytest.mark.parametrize(("line", "what"), [
+    ("job.track(own=[job.rank])", "track: own"),
+    ("next(iter(job.batches(DataLoader(range(9), sampler=[job.rank] * 9))))", "batches: the order of the samples"),
+])
+def test_what_must_be_equal_on_all_ranks_and_is_not_is_refused(
+    forks: Forks, tmp_path: Path, line: str, what: str
+) -> None:
+    text = f"import rankup\nfrom torch.utils.data import DataLoader\njob = rankup.init('run')\n{line}\n"
+    assert f"{what} must be the same on all ranks, got" in ran(forks, tmp_path, text, ranks=3, code=2)
+
+
 @pytest.mark.parametrize("where", ["outside", "before", "epoch"])
 def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: Path, where: str) -> None:
     output = by_hand(forks, tmp_path, code=2, ranks=1, MISTAKE=where)
@@ -185,6 +196,22 @@ def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_cou
     )
     ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
     assert said(ran(forks, tmp_path, text), "rate") == "[0.125]"
+
+
+@pytest.mark.parametrize("loader", ["StatefulDataLoader(range(4), batch_size=None, num_workers=1)", "range(4)"])
+def test_loop_without_epochs_goes_on_in_its_newest_pass(forks: Forks, tmp_path: Path, loader: str) -> None:
+    """Of which the state of a loader is then. A pass that was broken off is over."""
+    text = (
+        "import os, signal, warnings, rankup\nfrom torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "warnings.filterwarnings('ignore', \"'set_vital'\")\njob, seen = rankup.init('run'), []\njob.track(seen=seen)\n"
+        f"loader = {loader}\nfor _ in range(3):\n    for x in job.batches(loader):\n        with job.step():\n"
+        "            seen.append(x)\n        if job.step_number == 3:\n            break\n"
+        "        if job.step_number == 5 and 'STOP' in os.environ:\n            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('seen', seen)\njob.finish()\n"
+    )
+    output = ran(forks, tmp_path, text, STOP="1", code=143)
+    assert ("the random numbers that this loader's workers draw" in output) == ("num_workers" in loader)
+    assert said(ran(forks, tmp_path, text), "seen") == str([0, 1, 2, *range(4), *range(4)])
 
 
 def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) -> None:

@@ -98,11 +98,7 @@ class Prefetching(DataLoader[int]):
 class Telling(DataLoader[int]):
     """Can be asked for its state, as torchdata's StatefulDataLoader."""
 
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
+    state_dict = load_state_dict = dict  # type: ignore[assignment]
 
 
 def flat(batches: list[Any]) -> list[Any]:

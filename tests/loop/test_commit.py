@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from rankup.loop import saving
-from rankup.loop.saving import Changing
+from rankup.loop.saving import CommitLock
 from rankup.observe.metrics import Position
 
 CPU = torch.device("cpu")
 
 
 def test_stop_waits_for_the_end_of_a_change_and_lets_no_other_begin() -> None:
-    guard = Changing(Position(), CPU)
+    guard = CommitLock(Position(), CPU)
     steps: list[int] = []
     stop = threading.Thread(target=lambda: steps.append(getattr(guard.stop(), "step", -1)))
     with guard:
@@ -30,7 +30,7 @@ def test_stop_waits_for_the_end_of_a_change_and_lets_no_other_begin() -> None:
 def test_change_that_never_ended_leaves_nothing_to_save(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     # Nobody waits for a change that has failed: the thread that made it is waiting for the rescue to be over
     monkeypatch.setattr(saving, "CHANGE_S", 0.1 if how == "hangs" else 3600.0)
-    guard = Changing(Position(), CPU)
+    guard = CommitLock(Position(), CPU)
     if how == "fails":
         with pytest.raises(ValueError, match="half-way"), guard:
             raise ValueError("half-way")
@@ -79,7 +79,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
 def test_the_last_step_that_the_gpu_has_done_counts(
     queue: type[Stream], changes: int, inside: bool, done: int, step: int | None
 ) -> None:
-    guard = Changing(Position(), torch.device("cuda"))
+    guard = CommitLock(Position(), torch.device("cuda"))
     for _ in range(changes):  # each queues its beginning and its end
         with guard:
             guard.progress.step += 1
@@ -93,7 +93,7 @@ def test_the_last_step_that_the_gpu_has_done_counts(
 
 
 def test_changes_that_are_done_are_forgotten(queue: type[Stream]) -> None:
-    guard = Changing(Position(), torch.device("cuda"))
+    guard = CommitLock(Position(), torch.device("cuda"))
     for _ in range(50):
         with guard:
             guard.progress.step += 1
@@ -111,7 +111,7 @@ def hang() -> None:
     torch.cuda._sleep(int(8e9))
 
 
-def step(guard: Changing, weights: torch.Tensor) -> None:
+def step(guard: CommitLock, weights: torch.Tensor) -> None:
     with guard:
         weights += 1
         guard.progress.step += 1
@@ -124,7 +124,7 @@ def test_work_that_is_queued_behind_a_hang_does_not_count(
 ) -> None:
     """Nor does a change that began on the GPU before the hang and did not end: it leaves nothing to save."""
     monkeypatch.setattr(saving, "SETTLE_S", 0.3)
-    guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
+    guard, weights = CommitLock(Position(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)
     step(guard, weights)
     with guard if inside else contextlib.nullcontext():

@@ -68,15 +68,15 @@ def expected(name: str, once: Once, forks: Forks, folder: Path, *, nproc: int = 
     """What a script comes to in processes with torchrun's variables, which are forked from one that has imported torch.
     That torchrun itself leads to the same: test_foreign.py, by one of the scripts."""
 
-    @again_if_aborted
-    def by_forks() -> str:
-        return result_of(forks.ends(
-            *words(name, folder / "expected"), world_size=nproc, cwds=[folder] * nproc,
-            preload=f"{__name__}:be_script",
-            env={**WARN, "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "none"},
-        ))
+    script = [*words(name, folder / "expected")]
+    return once(f"{name}-{nproc}", lambda: result_of(by_forks(forks, *script, folder=folder, nproc=nproc)))
 
-    return once(name, by_forks)
+
+@again_if_aborted
+def by_forks(forks: Forks, *script: str, folder: Path, nproc: int) -> str:
+    """What a script prints in such processes."""
+    env = {**WARN, "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "none"}
+    return forks.ends(*script, world_size=nproc, cwds=[folder] * nproc, preload=f"{__name__}:be_script", env=env)
 
 
 def be_script() -> NoReturn:

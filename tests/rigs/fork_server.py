@@ -5,8 +5,10 @@ So it is with the process from which an agent forks its ranks. Tests of the star
 """
 
 import contextlib
+import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import runpy
@@ -202,11 +204,16 @@ AT_START = dict(os.environ)
 
 def serve() -> None:
     """Fork one job a line of stdin; tell on stdout who was started and who ended."""
-    commands = ("train.commands.checkpoint", "rankup.doctor.stages", "train.loop")
+    commands = ("train.commands.checkpoint", "rankup.doctor.stages", "train.loop", "rankup.cli", "rankup.job",
+                "rankup.launch")
     gc.disable()
-    for slow in ("torch._dynamo", "torch.utils.tensorboard", *commands, "train.workloads.images",
-                 "train.workloads.text", *sys.argv[1:]):
+    for slow in ("torch._dynamo", "torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata", "fire",
+                 *commands, "train.workloads.images", "train.workloads.text", "train.data.sources.in_memory",
+                 *sys.argv[1:]):
         importlib.import_module(slow)
+    # Each init_process_group looks through the entry points of all packages for backends
+    vars(importlib.metadata)["entry_points"] = entry_points = functools.cache(importlib.metadata.entry_points)
+    entry_points(group="torch.distributed.backends")
     gc.freeze()  # as in the agent's own: a collection in a fork must not write to, and so copy, what all share
     gc.enable()
 
@@ -320,7 +327,7 @@ def _warm_servers(count: int) -> None:
 
 
 def _be_a_server(channel: socket.socket) -> NoReturn:
-    """Wait for the order, then run as the file of the fork server, which has imported nothing of this project yet."""
+    """Wait for the order, then run as the file of the fork server."""
     data, (passed, *_) = b"", [-1]
     with channel:
         while True:
@@ -333,10 +340,10 @@ def _be_a_server(channel: socket.socket) -> NoReturn:
     file, order, env = json.loads(data)
     os.environ.clear()
     os.environ.update(env)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("rankup", "train", "tests")]:
-        del sys.modules[name]
     del sys.path[0]  # the folder of this file
-    if FAULTS in env:
+    if FAULTS in env:  # their hooks are in modules that are imported anew
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("rankup", "train", "tests")]:
+            del sys.modules[name]
         importlib.import_module("tests.rigs.places").install()
     sys.argv = [file, json.dumps({**order, "channel": passed})]
     runpy.run_path(file, run_name="__main__")

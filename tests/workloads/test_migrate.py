@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.rigs.checkpoints import load_checkpoint
-from tests.rigs.foreign_scripts import WARN, again_if_aborted
+from tests.rigs.foreign_scripts import WARN, by_forks
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, ended, result, start
 from tests.rigs.listings import workload as workload_of
@@ -70,9 +70,9 @@ def net() -> torch.nn.Module:
     return model
 
 
-@again_if_aborted
-def script(forks: Forks, pair: Pair, folder: Path) -> str:
-    """What the script prints, unchanged: under `launch`, or started by horovodrun."""
+def script(loaded: Forks, pair: Pair, folder: Path) -> str:
+    """What the script prints, unchanged: with torchrun's variables, or started by horovodrun. Under `launch`:
+    tests/commands/test_foreign.py, and Lightning's on Slurm."""
     words = (f"before_{pair.name}.py", "--batch-size", str(SAMPLES // pair.world_size))
     if pair.name == "horovod":  # only horovodrun tells Horovod's ranks of each other
         runner = Path(sys.executable).with_name("horovodrun")
@@ -80,7 +80,7 @@ def script(forks: Forks, pair: Pair, folder: Path) -> str:
         with ended(start(*line, env=WARN, cwd=folder)) as job:
             assert job.wait() == [0], job.output
         return job.output
-    return forks.ends("launch", f"--nproc={pair.world_size}", *words, env=WARN, cwds=[folder])
+    return by_forks(loaded, *words, folder=folder, nproc=pair.world_size)
 
 
 def workload(forks: Forks, pair: Pair, folder: Path, module: str) -> Path:
@@ -98,9 +98,11 @@ def workload(forks: Forks, pair: Pair, folder: Path, module: str) -> Path:
         )) for pair in PAIRS
     ],
 )
-def test_script_and_its_workload_come_to_the_same_loss_and_weights(forks: Forks, pair: Pair, tmp_path: Path) -> None:
+def test_script_and_its_workload_come_to_the_same_loss_and_weights(
+    forks: Forks, loaded: Forks, pair: Pair, tmp_path: Path
+) -> None:
     folder = pair.folder(tmp_path)
-    printed = re.findall(rf"epoch {EPOCHS}: loss ([\d.]+)(?:, accuracy ([\d.]+))?", script(forks, pair, folder))
+    printed = re.findall(rf"epoch {EPOCHS}: loss ([\d.]+)(?:, accuracy ([\d.]+))?", script(loaded, pair, folder))
     assert len(printed) == 1, "the ranks of the script did not find each other"
     run = workload(forks, pair, folder, "after")
     metrics = result(run)["metrics"]

@@ -12,7 +12,7 @@ from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
-from train.data.samples import Order
+from train.data.samples import EpochSampler
 from train.data.sources.texts import SAMPLE, load_texts
 from train.workloads.classification import class_scores, macro_f1
 from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples, build
@@ -103,8 +103,8 @@ def test_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 LENGTHS = torch.randint(1, 100, (1003,), generator=torch.Generator().manual_seed(1))
 
 
-def ordered(pool: int = 10) -> Order:
-    return Order(1003, 24, 5, lengths=LENGTHS, pool=pool)
+def ordered(pool: int = 10) -> EpochSampler:
+    return EpochSampler(1003, 24, 5, lengths=LENGTHS, pool=pool)
 
 
 @pytest.mark.parametrize("pool", [1, 7, 10, 1000])
@@ -113,16 +113,16 @@ def test_order_by_length_takes_each_sample_once(pool: int) -> None:
     for epoch in (0, 1):
         assert sorted(order.epoch(epoch).tolist()) == list(range(1003))
     assert not torch.equal(order.epoch(0), order.epoch(1))
-    plain = Order(1003, 24, 5)
+    plain = EpochSampler(1003, 24, 5)
     # Which samples are left out does not depend on their lengths.
     assert set(order.epoch(3)[-19:].tolist()) == set(plain.epoch(3)[-19:].tolist())
 
 
 def test_order_by_length_saves_padding_and_keeps_chance() -> None:
-    def padded(order: Order) -> int:
+    def padded(order: EpochSampler) -> int:
         return sum(int(LENGTHS[indices].max()) * len(indices) for indices in order)
 
-    assert padded(ordered()) < 0.75 * padded(Order(1003, 24, 5))
+    assert padded(ordered()) < 0.75 * padded(EpochSampler(1003, 24, 5))
     longest = [int(LENGTHS[indices].max()) for indices in ordered()]
     assert longest != sorted(longest)
 

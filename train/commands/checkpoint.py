@@ -25,6 +25,7 @@ from ..run.evaluation import evaluate, evaluation_loader
 from ..run.result import evaluation_table
 from ..run.run_directory import check, check_data
 from ..workloads import Workload, load
+from ..workloads.classification import report
 from . import Evaluate, Predict
 
 
@@ -83,7 +84,7 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
         batches = rankup.Workers(evaluation_loader(opened.config, group, workload.evaluation, own=True))
         result = evaluate(opened.config, group, workload, workload.model, batches)
         digest = weights.digest(workload.model.state_dict())
-        text, details = workload.report(result.tables) if workload.report else ("", {})
+        text, details = report(result.tables, workload.classes)
         if group.is_rank0:
             outcome = {
                 "checkpoint": str(checkpoint.path), "step": checkpoint.step, "metrics": result.metrics,

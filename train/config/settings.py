@@ -121,7 +121,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     eval_batch_size: Count = setting(512, "Samples at a time in evaluation, per process.")
 
     join_timeout_s: float = _deadline(120.0, "all processes to join")
-    setup_timeout_s: float = _deadline(600.0, "fetching and preparing data, model and first batch")
+    setup_timeout_s: float = _deadline(600.0, "fetching and preparing data and model")
     step_timeout_s: float = _deadline(300.0, "one step")
     eval_timeout_s: float = _deadline(900.0, "one evaluation")
     save_timeout_s: float = _deadline(600.0, "saving one checkpoint")

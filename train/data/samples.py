@@ -113,7 +113,7 @@ def random_numbers(seed: int, epoch: int, num_samples: int) -> torch.Tensor:
 
 
 @dataclass(eq=False, slots=True)
-class Order:
+class EpochSampler:
     """A batch sampler: the whole global batches of an epoch, whose order depends on the seed and the epoch alone. It
     gives a sample's number in the whole run, epoch * num_samples + sample: augmentation depends on both."""
 
@@ -155,7 +155,7 @@ def load_batches(
     samples: Samples, numbers: Iterable[list[int]], *, accumulate: int = 0, num_workers: int, device: torch.device
 ) -> DataLoader[Any]:
     """A loader of the batches `numbers`, a batch sampler. With `accumulate`, a batch is that many micro-batches of
-    training, with numbers as `Order` gives them: for each the batch's size as a multiple of its own, and what
+    training, with numbers as `EpochSampler` gives them: for each the batch's size as a multiple of its own, and what
     `Samples.batch` returned."""
     workers: dict[str, Any] = {}
     if num_workers:

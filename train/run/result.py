@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from rankup import Group, Job
 
 from ..config import Config
-from ..data.samples import Order
+from ..data.samples import EpochSampler
 from ..parallel import method_name
 from ..parallel.methods import Method
 from ..workloads import Workload
@@ -25,7 +25,6 @@ from . import weights
 from .evaluation import Result
 
 SAY_EVERY_S = 5.0
-MOST_CLASSES = 20  # of a confusion matrix that TensorBoard shows: a larger one is too wide to read
 # Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
 ALWAYS = {"workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed"}
 OF_IMAGES = {"dataset", "model"}  # other workloads train on something else
@@ -53,7 +52,7 @@ class Training:
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation
 
 
-def describe(config: Config, group: Group, workload: Workload, order: Order) -> str:
+def describe(config: Config, group: Group, workload: Workload, order: EpochSampler) -> str:
     """What is about to be trained, and how, in three lines: data, model, batch."""
     origin = f", {workload.data_origin}" if workload.data_origin else ""
     name = config.model if config.workload == "images" else config.workload
@@ -98,9 +97,8 @@ def write_result(t: Training, *, seconds: float) -> None:
     peaks = group.gather(_peak_memory_mb(group.device))
     if not group.is_rank0:
         return
-    confusion, num_classes = t.tables.get("confusion"), len(workload.classes)
-    if confusion is not None and confusion.shape == (num_classes, num_classes) and num_classes <= MOST_CLASSES:
-        table, _ = report(confusion, workload.classes)
+    table, _ = report(t.tables, workload.classes)
+    if table:
         job.figures.metrics.text("eval/confusion", f"```\n{table}\n```", step=job.step_number)
     method = method_name(config, group.world_size)
     job.figures.metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))

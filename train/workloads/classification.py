@@ -14,6 +14,7 @@ from .workload import Sums
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # what the model is given, and labels, int64 [B]
 TOP = 5
+MOST = 100  # classes in a table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,12 @@ def macro_f1(confusion: torch.Tensor) -> float:
     return float(scores[both > 0].mean()) if both.any() else 0.0
 
 
-def report(confusion: torch.Tensor, classes: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-    """The scores as a table with the confusion matrix, int64 [C, C], below it; and both as values."""
+def report(sums: Sums, classes: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """The scores as a table with the matrix `confusion` of these sums, int64 [C, C], below it; and both as values.
+    Nothing where there is no such matrix of these classes, and for more than MOST: the table is too wide to read."""
+    confusion = sums.get("confusion")
+    if confusion is None or confusion.shape != (len(classes), len(classes)) or len(classes) > MOST:
+        return "", {}
     scores = class_scores(confusion, classes)
     width = max(len("class"), *map(cell_len, classes))
     padded = {name: name + " " * (width - cell_len(name)) for name in classes}

@@ -14,7 +14,7 @@ from ..data.samples import Samples
 from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
 from .bert import WordPieceTokenizer, build_bert
-from .classification import Classification, macro_f1, report
+from .classification import Classification, macro_f1
 from .workload import LOG, Workload
 
 PAD, UNKNOWN, START = 0, 1, 2
@@ -126,6 +126,6 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         data_name=data_name,
         data_origin=f"{train_part.path} and {eval_part.path.name}",
         classes=classes, unit="texts", input_name=lambda index: eval_part.texts[index],
-        open_input=open_input, report=lambda sums: report(sums["confusion"], classes),
+        open_input=open_input,
         derived=lambda sums: {"macro_f1": macro_f1(sums["confusion"])},
     )

@@ -43,8 +43,6 @@ class Workload:
     open_input: Callable[[str], tuple[Samples, Callable[[int], str]]] | None = None
     # Evaluated sums -> more metrics, those that are no means.
     derived: Callable[[Sums], dict[str, float]] | None = None
-    # Evaluated sums -> a table to print, and the same as values for evaluation.json.
-    report: Callable[[Sums], tuple[str, dict[str, Any]]] | None = None
 
     def sums(self, model: nn.Module, batch: Any) -> Sums:
         """What a batch adds to the evaluation: from `evaluate`, or else the loss, a mean over the samples."""

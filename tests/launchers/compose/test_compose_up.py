@@ -194,12 +194,12 @@ def test_up_interrupted_stops_the_nodes(late_s: float, clone: Clone) -> None:
 
 
 def test_up_starts_as_many_nodes_as_asked_for_and_plain_compose_then_too(clone: Clone) -> None:
-    (clone.folder / ".env").write_text("# mine\nNNODES=3\nMINE=kept\n")
+    (clone.folder / ".env").write_text("# mine\nNNODES=\"3\"\nMINE=kept\n")
     code, said = clone.up("0:0:0 1:0:0 2:0:0")
     assert code == 0, said
     assert "node2 ended with 0" in said
     settings = (clone.folder / ".env").read_text()
-    assert settings.startswith("# mine\nNNODES=3\nMINE=kept\n")
+    assert settings.startswith("# mine\nNNODES=\"3\"\nMINE=kept\n")
     words = ["compose", "--project-directory", clone.folder, "config", "--services"]
     assert "node2" in docker(*words, IMAGE=clone.image)
     assert "node3" not in docker(*words, IMAGE=clone.image)
@@ -229,6 +229,15 @@ def test_up_keeps_to_the_users_own_compose_files_and_names_the_nodes_that_they_l
 def test_up_refuses_a_number_of_nodes_that_compose_does_not_have(clone: Clone) -> None:
     code, said = clone.up("", NNODES="9")
     assert (code, "NNODES must be from 2 to 8, got 9" in said) == (2, True), said
+
+
+def test_up_leaves_the_nodes_of_another_checkout_alone(clone: Clone) -> None:
+    of = "com.docker.compose.project"
+    labels = ["--label", f"{of}={clone.project}", "--label", f"{of}.working_dir=/other"]
+    theirs = docker("run", "-d", "--rm", *labels, "--entrypoint", "sleep", clone.image, "300").strip()
+    code, said = clone.up("0:0:0 1:0:0")
+    docker("rm", "-f", theirs)
+    assert (code, "a job of /other runs under the same name" in said) == (2, True), said
 
 
 def test_a_fresh_clone_trains_and_its_user_owns_the_results(image: str) -> None:

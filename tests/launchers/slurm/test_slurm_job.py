@@ -37,7 +37,7 @@ esac
 """
 DDP = ROOT / "slurm" / "ddp.sbatch"
 SETTINGS = {
-    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_CPUS_ON_NODE": "16", "DDP": str(DDP),
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_JOB_CPUS_PER_NODE": "16,2", "DDP": str(DDP),
     "PYTHON": sys.executable,
 }
 ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
@@ -142,12 +142,15 @@ def test_slurm_script_of_ones_own_gets_its_arguments_as_they_are(tmp_path: Path)
 
 def test_slurm_counts_come_from_the_allocation_and_pyxis_gets_its_image(tmp_path: Path) -> None:
     image = "registry.example.org#me/rankup:1"
-    job = Started(tmp_path, "0", SLURM_GPUS_ON_NODE="4", SLURM_NTASKS_PER_NODE="1", IMAGE=image)
-    assert job.run("--epochs", "9")[0] == 0
+    tasks = {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_GPUS_PER_TASK": "1"}
+    job = Started(tmp_path, "0", SLURM_GPUS_ON_NODE="4", IMAGE=image, **tasks)
+    code, said = job.run("--epochs", "9")
+    assert (code, "4 processes share 2 CPUs" in said) == (0, True), said
     (line,) = job.trained()
     assert {
-        "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=30", f"--container-image={image}",
-        f"--container-mounts={ROOT}:{ROOT},{tmp_path}:{tmp_path}", f"--container-workdir={tmp_path}",
+        "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=30", "--gpus-per-node=4", "--export=ALL",
+        f"--container-image={image}", f"--container-mounts={ROOT}:{ROOT},{tmp_path}:{tmp_path}",
+        f"--container-workdir={tmp_path}",
     } <= set(line.split())
     assert line.endswith(f"{ROOT}/slurm/task.sh --nproc 4 {ROOT}/train/main.py train --epochs 9")
 
@@ -258,6 +261,10 @@ def test_slurm_doctor_decides_whether_the_job_trains(
         ({"DOCTOR": "yes"}, "DOCTOR must be 1, only or empty, got yes"),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS must be a whole number, got '-1'"),
         ({"SCRIPT": "job.py", "DOCTOR": "1"}, "DOCTOR is of train/main.py train, not of SCRIPT=job.py"),
+        (
+            {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "3,1"},
+            "the 4 tasks are spread unevenly over the nodes: give --ntasks-per-node",
+        ),
         ({"SLURM_JOB_ID": ""}, "this is a batch file: sbatch slurm/ddp.sbatch"),
     ],
 )
