@@ -180,16 +180,20 @@ def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Fo
 def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_counts_once(forks: Forks, tmp_path: Path):
     text = (
         "import os, warnings, torch, rankup\nwarnings.filterwarnings('ignore', 'Detected call')  # of a new process\n"
-        "job = rankup.init('run', save_every_steps=1)\nnet = torch.nn.Linear(1, 1)\n"
+        "job = rankup.init('run', save_every_steps=1)\nnet = torch.nn.DataParallel(torch.nn.Linear(1, 1))\n"
         "sgd = torch.optim.SGD(net.parameters(), lr=0.5)\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
         "job.track(net=net, sgd=sgd, half=half)\nfor epoch in job.epochs(2):\n"
         "    for n, x in enumerate(job.batches([torch.ones(1)] * 3)):\n        net(x).backward()\n"
-        "        if n % 2:\n            with job.step():\n                sgd.step()\n    half.step()\n"
+        "        if n % 2:\n            with job.step():\n                sgd.step()\n                sgd.zero_grad()\n"
+        "    half.step()\n"
         "    if not epoch and 'DIE' in os.environ:\n        job.run.saver.wait()\n        os.kill(os.getpid(), 9)\n"
-        "print('rate', half.get_last_lr())\njob.finish()\n"
+        "print('rate', half.get_last_lr(), net.module.weight.item())\njob.finish()\n"
     )
+    whole = said(ran(forks, tmp_path, text), "rate")
+    (tmp_path / "run").rename(tmp_path / "whole")
     ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
-    assert said(ran(forks, tmp_path, text), "rate") == "[0.125]"
+    assert said(ran(forks, tmp_path, text), "rate") == whole
+    assert whole.startswith("[0.125] ")
 
 
 @pytest.mark.parametrize("loader", ["StatefulDataLoader(range(4), batch_size=None, num_workers=1)", "range(4)"])

@@ -63,10 +63,10 @@ def check_command(pods: list[Object], what: str) -> None:
         assert (node.node_rank, node.num_nodes, node.nproc, given.join_timeout_s) == (rank, most, nproc, 900)
         assert node.master_addr.startswith(pods[0]["name"])
         if "script" in what:
-            assert (given.script, given.name, given.work_dir) == ("/own/train.py", "rankup", "runs/work/rankup")
+            assert (given.words[0], given.name, given.work_dir) == ("/own/train.py", "rankup", "runs/work/rankup")
         else:
-            assert (given.script, given.arguments[0]) == ("train/main.py", "train")
-            config = config_of(given.arguments)
+            assert given.words[:2] == ["train/main.py", "train"]
+            config = config_of(given.words[1:])
             for count in range(least, most + 1):
                 check_world_size(config, count * nproc)
             assert (config.device, config.parallel) == (
