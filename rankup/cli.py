@@ -39,14 +39,13 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Raises UserError, and SystemExit once help has been printed."""
-        takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
+        takes_rest = any(action.nargs == argparse.PARSER for action in self._actions)
         given, unknown = self.parse_known_args(words) if takes_rest else self.parse_known_intermixed_args(words)
         if unknown:
             self.error(_unknown("argument", unknown[0].partition("=")[0], self.flags))
         return given
 
     def error(self, message: str) -> NoReturn:
-        message = message.removesuffix(", ARGS")  # argparse names them, but a script may have none
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} See {self.prog} --help.")
 
 
@@ -145,8 +144,7 @@ def nodes(text: str) -> tuple[int, int]:
     option("--no-fork", bool, "start fresh interpreters, not forks of a process that has torch"),
     option("--replay", "RUN", "train again with the number of ranks that RUN had at each step"),
     option("-m --module", bool, "SCRIPT is a module"),
-    option("script", "SCRIPT", argparse.SUPPRESS),
-    option("arguments", "ARGS", argparse.SUPPRESS, nargs=argparse.REMAINDER, default=None),
+    option("words", "SCRIPT", argparse.SUPPRESS, nargs=argparse.PARSER),
 )
 def launch(given: argparse.Namespace) -> int:
     """Start the ranks of this node, and replace lost ones. Run the same line on each node. The script stays as it is;

@@ -51,7 +51,8 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
         master_addr=given.master_addr, master_port=given.master_port, limits=limits,
     )
     setup_logging(rank=None, world_size=node.num_nodes)
-    script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
+    words = given.words[1:] if given.words[0] == "--" else given.words  # up to Python 3.12 argparse leaves it there
+    script = Script.find([*(["-m"] if given.module else []), *words])
     if stop_after is not None and not script.imports_rankup:
         raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
     with disk_errors("--work-dir", Path(given.work_dir)):
@@ -70,7 +71,7 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
-    if not options.script.imports_rankup and code not in (FINISHED, STOPPED, USER_MISTAKE):
+    if not script.imports_rankup and code not in (FINISHED, STOPPED, USER_MISTAKE) and options.run_dir.is_dir():
         log.info("%s", what_next(options.run_dir))
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
 

@@ -47,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if FOREIGN.match(name) and name not in keep]:
         del os.environ[name]
     os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    # They would be compiled for later programs, and take longer than the few that tests compile
+    os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     if not IS_WORKER:
         os.environ[SESSION] = secrets.token_hex(8)
     # A shell starts its background jobs with Ctrl-C ignored. Their children inherit that, and a shell can't undo it

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import secrets
 import time
 from collections import Counter
@@ -93,7 +92,7 @@ class Lead:
             await asyncio.sleep(timing.REPORT_S)
             if status.owner is not None and (self.leader.running or self.limits is not None):
                 report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
-                await in_thread(report, timeout_s=math.inf)  # the disk may hang
+                await in_thread(report)  # the disk may hang
 
     async def _call(self) -> None:
         """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
@@ -141,12 +140,12 @@ class Lead:
             attempt = f"{self.job}-{self.ends.restarts}"
             if self.taking is None:
                 take = functools.partial(self.status.take, attempt, agreed=self.limits is not None)
-                self.taking = asyncio.create_task(in_thread(take, timeout_s=math.inf))
+                self.taking = asyncio.create_task(in_thread(take))
             with disk_errors("run_dir", self.options.run_dir):
                 again |= await asyncio.shield(self.taking)  # a member may be lost meanwhile: the next commit has it
             self.status.begin(attempt, self.ends.world_size)
             # It may end before the next report; the disk may hang
-            self.begin(in_thread(self.status.report, timeout_s=math.inf))
+            self.begin(in_thread(self.status.report))
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
             "store": self.options.script.imports_rankup, "again": again,
@@ -155,7 +154,7 @@ class Lead:
     async def _blame(self, verdict: Verdict) -> Verdict:
         """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
         most = self.options.max_failures
-        if most is None or self.limits is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
+        if most is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
             return verdict
         token = self.leader.basis["ran"][rank // self.node.nproc]
         self.failures[token] += 1

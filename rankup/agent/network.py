@@ -17,6 +17,7 @@ import errno
 import hmac
 import ipaddress
 import json
+import math
 import os
 import secrets
 import socket
@@ -182,7 +183,7 @@ async def is_this_machine(host: str) -> bool:
     return False
 
 
-async def in_thread(call: Callable[[], Found], *, timeout_s: float) -> Found:
+async def in_thread(call: Callable[[], Found], *, timeout_s: float = math.inf) -> Found:
     """What `call` returns or raises, see `in_background`: asyncio's own threads would hold the end of the process.
     Raises TimeoutError where it takes longer."""
     async with asyncio.timeout(max(0.0, timeout_s)):

@@ -7,7 +7,6 @@ need this.
 import asyncio
 import contextlib
 import json
-import math
 import os
 import queue
 import resource
@@ -118,7 +117,7 @@ class MemberLine:
         server = await listen(self._leader.attend, ip=self._ip, port=self._port)
         try:
             self._port = server.sockets[0].getsockname()[1]
-            await in_thread(self._publish, timeout_s=math.inf)
+            await in_thread(self._publish)
             watch = asyncio.create_task(self._leader.watch())
             await self._attendance.attend(self._hear)
             await watch  # without end: the others still hear what it has to say
@@ -172,7 +171,7 @@ class MemberLine:
         if self._leader is not None:
             return "127.0.0.1", self._port
         if self._file or self._board is not None:
-            return await in_thread(self._find, timeout_s=math.inf)
+            return await in_thread(self._find)
         return self.launch.master_addr, self.launch.master_port
 
     def _find(self) -> tuple[str, int]:

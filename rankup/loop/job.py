@@ -28,7 +28,7 @@ class Job:
     """The job as this rank sees it. `rankup.init` returns it.
 
     `rank`, `local_rank`, `world_size`: who this is. `is_main`: rank 0. `device`: this rank's. `run_dir`: the folder.
-    `epoch`: where `job.epochs` stands.
+    `epoch`: where `job.epochs` stands. `program.md` has what only a program needs.
     """
 
     def __init__(self, group: Group, run: Run, settings: Settings) -> None:

@@ -268,7 +268,9 @@ class Saving:
         if self._can_rescue and self.position.step > max(0, self.run.saved_step):
             position = self.commit_lock.stop()
             if position is None:
-                self.group.log.warning("no rescue: this rank was in the middle of changing the weights")
+                self.group.log.warning(
+                    "no rescue by this rank: it was changing the weights. Another's counts, or the newest checkpoint"
+                )
         if position is None or not self.run.rescue(position.step, lambda: self._files(copy(position))):
             self.run.parts.wait()
             self.run.saver.wait()

@@ -102,7 +102,7 @@ def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, 
     given = {"CARPET": "y", "RANKUP_CACHE": "x", "TORCHELASTIC_RUN_ID": "stale",
              "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTHONUNBUFFERED": ""}
     line = ("-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work", "-m")
-    bare, words = ("env", "-u", "OMP_NUM_THREADS"), ["--lr", "0.1", *(f"shard-{n:06}" for n in range(90_000))]
+    bare, words = ("env", "-u", "OMP_NUM_THREADS"), ["--", "--lr", "0.1", *(f"shard-{n:06}" for n in range(90_000))]
     module = write(tmp_path, text).stem  # not in the folder where its ranks start
     with ended(start(*bare, sys.executable, *line, module, *words, env=given, cwd=tmp_path)) as job:
         assert job.wait() == [0], job.output
@@ -430,6 +430,7 @@ def test_node_that_does_not_come_is_named_on_each_node(tmp_path: Path) -> None:
         assert job.wait() == [170, 170], job.output
     for output in job.outputs:
         assert re.search(r"rank 2 of 3 .*has not joined after \d+ s \(joined: 0-1 on", output), output
+        assert "`rankup logs" not in output  # there is no run yet
 
 
 def test_nodes_with_different_scripts_are_refused(tmp_path: Path) -> None:

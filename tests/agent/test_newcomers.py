@@ -1,7 +1,7 @@
 """A node that comes to a running job with another script, other arguments or settings is turned away alone."""
 
+import contextlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,8 @@ import pytest
 from tests.agent.test_launch import TWO, WAITS, add_node, pid_of
 from tests.agent.test_membership import Nodes
 from tests.promises.test_replay import SCRIPT
-from tests.rigs.jobs import Job, ended, free_port, start, wait_for
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import Job, ended, free_port, wait_for
 
 UNLIKE = r"\(pid \d+\) differs from rank \d on \S+ \(pid \d+\): "
 
@@ -19,16 +20,18 @@ def digest(output: str) -> str:
     return found
 
 
-def test_newcomer_that_differs_ends_alone_and_the_job_goes_on_undisturbed(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5")
-    shared, script = tmp_path / "shared", tmp_path / "job.py"
+def test_newcomer_that_differs_ends_alone_and_the_job_goes_on_undisturbed(forks: Forks, tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5", forks=forks)
+    shared, script, job = tmp_path / "shared", tmp_path / "job.py", nodes.job
     script.write_text(SCRIPT.replace("((8, 3), (17, 2))", "((8, 2),)"))
 
     def turned_away() -> None:
         nodes.add(2)
-        assert job.processes[-1].wait(100) == 2
+        assert job.processes[-1].ended.wait(100), job.output
+        assert job.processes[-1].code == 2
 
-    with ended(nodes.job) as job:
+    with contextlib.ExitStack() as stack:
+        stack.callback(job.kill)
         nodes.add(0)
         nodes.add(1)
         wait_for("step 8 of both", lambda: len([*shared.glob("8-*")]) == 2)
@@ -41,18 +44,16 @@ def test_newcomer_that_differs_ends_alone_and_the_job_goes_on_undisturbed(tmp_pa
         script.write_text(text)
         (shared / "go").touch()
         assert job.wait() == [0, 0, 2, 2, 2], job.output
+    outputs = [process.output for process in job.processes]
     texts = ["digest of the arguments must be "] * 2 + ["script job.py must be "]
-    for output, text in zip(job.outputs[2:], texts, strict=True):
+    for output, text in zip(outputs[2:], texts, strict=True):
         assert len(re.findall(UNLIKE + text, output)) == 1, output
-    assert job.outputs[0].count("was turned away, and the job goes on: rank 2 on ") == 3, job.outputs[0]
+    assert outputs[0].count("was turned away, and the job goes on: rank 2 on ") == 3, outputs[0]
     assert len([*shared.glob("run/status/*/")]) == 1, "the ranks were started again"
     (tmp_path / "again").mkdir()
     (tmp_path / "again/go").touch()
-    alone = start(sys.executable, "-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/again", script,
-                  tmp_path / "again", job=Job())
-    with ended(alone):
-        assert alone.wait() == [0], alone.output
-    assert digest(job.outputs[0]) == digest(alone.output)
+    alone = forks.ends("launch", "--nproc=2", f"--run-dir={tmp_path}/again", script, tmp_path / "again")
+    assert digest(outputs[0]) == digest(alone)
 
 
 @pytest.mark.parametrize("lost", TWO)

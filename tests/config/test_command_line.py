@@ -75,7 +75,7 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
 
 @pytest.mark.parametrize(("line", "words"), [
     ("-h", COMMANDS), ("tarin --help", COMMANDS), ("--stpes 3 --help", ["--init-method", ", ".join(SOURCES)]),
-    *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
+    *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in ("name", *fields_of(model))]
        + [f"  python -m train.main {name} "]) for name, model in COMMANDS.items()),
 ])
 @pytest.mark.parametrize("width", [80, 120])

@@ -54,6 +54,8 @@ if os.environ.get("COMPILE") == str(job.rank):
     warnings.filterwarnings("ignore", "The .grad attribute")  # its tracer looks at every tensor's
     last = torch.compile(last, backend="eager")
 body, head = (DistributedDataParallel(each.to(job.device)) for each in (net, last))
+if os.environ.get("COMPILE") == str(job.rank):
+    body = torch.compile(body, backend="eager")
 sgd = torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
 adam = torch.optim.AdamW(head.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.MultiStepLR(sgd, [6, 6, 15], 0.5)  # keeps a Counter with numbers as keys

@@ -7,7 +7,6 @@ another digest. The kill at the end of an epoch alone shows the fixed order of D
 
 import json
 import re
-import shutil
 import signal
 import sys
 import time
@@ -25,11 +24,6 @@ from tests.rigs.jobs import metrics, start
 
 SCRIPT = Path(__file__).with_name("loop_script.py")
 RANKS = 3
-BY = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)],
-    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(RANKS),
-               sys.executable],
-}
 
 
 def by_hand(forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, die: str = "", **env: str) -> str:
@@ -77,15 +71,15 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
     assert [logs["rank-0.log"].count(line) for line in (f" r0 digest {undisturbed}\n", " finished after ")] == [1, 1]
 
 
-@pytest.mark.parametrize("launcher", BY)
 def test_stopped_job_goes_on_with_the_same_bits_under_another_launcher(
-    undisturbed: str, forks: Forks, tmp_path: Path, launcher: str
+    undisturbed: str, forks: Forks, tmp_path: Path
 ) -> None:
-    if shutil.which(BY[launcher][0]) is None:
-        pytest.skip(f"needs {launcher}")
+    """By torchrun. By mpirun: tests/parallel/test_methods_kills.py."""
     output = by_hand(forks, tmp_path, code=143, die=f"0:5:{int(signal.SIGTERM)}")
     assert "The same command goes on from it" in output
-    again = start(*BY[launcher], str(SCRIPT), str(tmp_path / "run"), env={"PYTHONWARNINGS": "default"}, cwd=tmp_path)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
+    line = (sys.executable, *torchrun, SCRIPT, tmp_path / "run")
+    again = start(*line, env={"PYTHONWARNINGS": "default"}, cwd=tmp_path)
     assert again.wait() == [0], again.output
     assert "resumed from step-" in again.output
     assert said(again.output) == undisturbed
@@ -186,16 +180,20 @@ def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Fo
 def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_counts_once(forks: Forks, tmp_path: Path):
     text = (
         "import os, warnings, torch, rankup\nwarnings.filterwarnings('ignore', 'Detected call')  # of a new process\n"
-        "job = rankup.init('run', save_every_steps=1)\nnet = torch.nn.Linear(1, 1)\n"
+        "job = rankup.init('run', save_every_steps=1)\nnet = torch.nn.DataParallel(torch.nn.Linear(1, 1))\n"
         "sgd = torch.optim.SGD(net.parameters(), lr=0.5)\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
         "job.track(net=net, sgd=sgd, half=half)\nfor epoch in job.epochs(2):\n"
         "    for n, x in enumerate(job.batches([torch.ones(1)] * 3)):\n        net(x).backward()\n"
-        "        if n % 2:\n            with job.step():\n                sgd.step()\n    half.step()\n"
+        "        if n % 2:\n            with job.step():\n                sgd.step()\n                sgd.zero_grad()\n"
+        "    half.step()\n"
         "    if not epoch and 'DIE' in os.environ:\n        job.run.saver.wait()\n        os.kill(os.getpid(), 9)\n"
-        "print('rate', half.get_last_lr())\njob.finish()\n"
+        "print('rate', half.get_last_lr(), net.module.weight.item())\njob.finish()\n"
     )
+    whole = said(ran(forks, tmp_path, text), "rate")
+    (tmp_path / "run").rename(tmp_path / "whole")
     ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
-    assert said(ran(forks, tmp_path, text), "rate") == "[0.125]"
+    assert said(ran(forks, tmp_path, text), "rate") == whole
+    assert whole.startswith("[0.125] ")
 
 
 @pytest.mark.parametrize("loader", ["StatefulDataLoader(range(4), batch_size=None, num_workers=1)", "range(4)"])

@@ -138,9 +138,9 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
             if words[1:] in ([], ["--help"]):
                 continue
             given = cli.COMMANDS["launch"].parse_args(words[1:])
-            if given.script not in ("train/main.py", "train.main"):
+            if given.words[0] not in ("train/main.py", "train.main"):
                 continue
-            words = given.arguments or ["train"]
+            words = given.words[1:] or ["train"]
         if words[0] in cli.COMMANDS:
             if words[1:] != ["--help"]:
                 cli.COMMANDS[words[0]].parse(words[1:])

@@ -24,7 +24,7 @@ FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "c
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "seeds", "urls", "env", "places", "agent", "group", "state", "observe", "explain", "doctor",
-        "process", "loop", "job", "integrations", "launch", "cli", "__main__",
+        "process", "loop", "job", "integrations", "launch", "cli", "wheel", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
@@ -79,8 +79,11 @@ def test_imports_of_the_program_are_public_names() -> None:
     """So is what a program of a user's own needs: the names of `rankup`, and the modules among them."""
     modules = [f"rankup.{name}" for name in rankup.__all__ if isinstance(getattr(rankup, name), ModuleType)]
     assert len(rankup.__all__) < 20
+    pages = "".join((ROOT / "rankup" / page).read_text() for page in ("loop.md", "program.md"))
     wrong = []
     for path in (ROOT / "train").rglob("*.py"):
+        used = re.findall(r"\b(?:job|group|program)((?:\.(?!type)[a-z]\w*)+)", path.read_text())
+        wrong += [name for name in ".".join(used).split(".") if not re.search(rf"\.{name}\b", pages)]
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "rankup" and not node.level:
                 public = node.module in modules or all(

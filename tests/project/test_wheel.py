@@ -1,5 +1,6 @@
 """The wheel holds what the program reads, and what it installs works in any folder, also beside a user's train.py."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from tests.rigs.jobs import ROOT, Job, environment, result, start
 
-OWN = "open('imported', 'a').close()\n" + (ROOT / "k8s" / "components" / "script" / "train.py").read_text()
+OWN = "open('imported', 'a').close()\n"
 
 
 def pip(*words: str | Path) -> None:
@@ -27,6 +28,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    return built(source, folder)
+
+
+def built(source: Path, folder: Path) -> Path:
     pip("wheel", source, "--no-build-isolation", "--wheel-dir", folder)
     (made,) = folder.glob("rankup-*.whl")
     return made
@@ -70,10 +75,16 @@ def test_wheel_holds_every_file_but_the_pages(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in held} == {"rankup"}
 
 
+def test_wheel_has_the_same_bytes_on_another_day(wheel: Path, tmp_path: Path) -> None:
+    for path in (wheel.parent / "source").rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    assert built(wheel.parent / "source", tmp_path).read_bytes() == wheel.read_bytes()
+
+
 def test_wheel_trains_and_explains_beside_an_own_train_py(installed: Path, own: Path) -> None:
     line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "1", "--tensorboard=false", "--name", "run")
     (own / "train").mkdir()  # and beside a package of that name
-    (own / "train" / "__init__.py").write_text("open('imported', 'a').close()\n")
+    (own / "train" / "__init__.py").write_text(OWN)
     for world_size, started in enumerate([["train"], ["launch", "--nproc=2", "-m", "rankup.program.main"]], 1):
         job = rankup(installed, own, *started, *line, "--fresh")
         assert job.codes == [0], job.output
@@ -85,8 +96,15 @@ def test_wheel_trains_and_explains_beside_an_own_train_py(installed: Path, own: 
     assert not (own / "imported").exists()
 
 
-def test_wheel_starts_an_own_train_py(installed: Path, own: Path) -> None:
-    job = rankup(installed, own, "launch", "--nproc=2", "train.py", "--epochs", "2")
+def test_wheel_starts_an_own_train_py_which_may_be_a_copy_of_the_loop(installed: Path, own: Path) -> None:
+    """As rankup/program.md says."""
+    loop = (ROOT / "train" / "loop.py").read_text().replace("from .", "from rankup.program.")
+    (own / "train.py").write_text(loop + """
+program, run_dir = Program().begin(), Path("runs/train")
+program.read_rank()
+program.start(run_dir)
+train(Config(dataset="digits", model="mlp", max_steps=2), program, run_dir=run_dir)
+""")
+    job = rankup(installed, own, "launch", "--nproc=2", "train.py")
     assert job.codes == [0], job.output
-    assert "epoch 2: loss" in job.output
-    assert (own / "model.pt").exists()
+    assert result(own / "runs" / "train")["world_size"] == 2

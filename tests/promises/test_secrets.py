@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.rigs import jobs
+from tests.rigs.fork_server import Forks
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "aws-9f1c-secret", "AWS_SESSION_TOKEN": "session-9f1c-secret",
@@ -72,15 +73,15 @@ def test_doctor_prints_no_secret(tmp_path: Path) -> None:
     assert holders(tmp_path) == []
 
 
-def test_nobody_else_can_write_what_a_run_leaves(tmp_path: Path) -> None:
+def careful() -> None:
+    """Preloaded."""
+    os.umask(0o077)
+
+
+def test_nobody_else_can_write_what_a_run_leaves(forks: Forks, tmp_path: Path) -> None:
     """And with the umask of somebody careful, nobody else can read it."""
-    before = os.umask(0o077)
-    try:
-        line, env = ("train", *TRAIN, "--run-dir", tmp_path / "runs"), {"RANKUP_CACHE": str(tmp_path / "c")}
-        job = jobs.start(sys.executable, jobs.MAIN, *line, env=env)
-    finally:
-        os.umask(before)
-    assert job.wait() == [0], job.output
+    env = {"RANKUP_CACHE": str(tmp_path / "c")}
+    forks.ends("train", *TRAIN, "--run-dir", tmp_path / "runs", env=env, preload=f"{__name__}:careful")
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "runs").rglob("*")}
     assert len(modes) > 10
     assert not {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from rankup.agent.ends import tell_torchrun
+from rankup.errors import PeerLost
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import (
     MAIN,
@@ -20,7 +21,6 @@ from tests.rigs.jobs import (
     comparable_metrics,
     ended,
     environ_of,
-    environment,
     free_port,
     lives,
     probe,
@@ -61,17 +61,13 @@ def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Pat
     assert "in probe" in summary  # its traceback
 
 
-def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
+def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the lowest rank, whose record may have the same second as the cause's, or an earlier one; nor what the
     rank that failed has lost thereby."""
     files = [tmp_path / "0.json", tmp_path / "1.json"]
-    record = (
-        "import os, torch; from rankup.errors import PeerLost; from rankup.agent.ends import tell_torchrun\n"
-        f"lost, broken = ({str(files[0])!r}, PeerLost('lost rank 1')), ({str(files[1])!r}, ValueError('broken'))\n"
-        "for file, error in (lost, broken, (broken[0], PeerLost('lost it thereby'))):\n"
-        "    os.environ['TORCHELASTIC_ERROR_FILE'] = file; tell_torchrun(error)"
-    )
-    subprocess.run([sys.executable, "-c", record], check=True, env=environment(), cwd=ROOT)
+    for file, error in ((0, PeerLost("lost rank 1")), (1, ValueError("broken")), (1, PeerLost("lost it thereby"))):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[file]))
+        tell_torchrun(error)
     failures = {rank: ProcessFailure(rank, pid=1, exitcode=1, error_file=str(file)) for rank, file in enumerate(files)}
     summary = ChildFailedError("job", failures)
     assert summary.get_first_failure()[0] == 1, summary

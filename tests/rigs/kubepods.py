@@ -15,7 +15,8 @@ from tests.rigs.kube import rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of, verdict
 
 Object = dict[str, Any]
-JOB = ["--name", "job", "--dataset", "digits", "--model", "mlp", "--batch-size", "96"]
+JOB = ["--name", "job", "--dataset", "digits", "--model", "mlp", "--batch-size", "96",
+       "--tensorboard=false"]
 SHORT = [*JOB, "--max-steps", "30"]
 # With slow steps long enough to be hit in the middle, whatever else the machine does: it is asked to save often
 LONG = [*JOB, "--max-steps", "1000", "--epochs", "300", "--save-every-steps", "20", "--log-every-steps", "5",
@@ -170,13 +171,8 @@ class Cluster:
         return [first, *first.children(recursive=True)]
 
     def scale(self, num_pods: int) -> None:
-        """So many pods, for `start`, by the commands in k8s/ends.md."""
-        spec = self.owner["spec"]
-        if self.owner["kind"] == "PyTorchJob":
-            spec["pytorchReplicaSpecs"]["Worker"]["replicas"] = num_pods
-        else:
-            job = spec if self.owner["kind"] == "Job" else spec["replicatedJobs"][0]["template"]["spec"]
-            job.update(completions=num_pods, parallelism=num_pods)
+        """So many pods of a PyTorchJob, for `start`, by the command in k8s/ends.md."""
+        self.owner["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = num_pods
         self.pods = pods_of([self.owner])
 
     def stop(self, *indices: int) -> None:

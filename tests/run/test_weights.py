@@ -65,7 +65,9 @@ def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> No
     index = tmp_path / "parts" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
     save_file({name: value + 1 for name, value in given.items()}, tmp_path / "parts" / "model.old.safetensors")
-    for place in ("whole", "whole/model.safetensors", "parts"):
+    (tmp_path / "older").mkdir()
+    torch.save(given, tmp_path / "older" / "pytorch_model.bin")
+    for place in ("whole", "whole/model.safetensors", "parts", "older"):
         assert weights.digest(started_from(tmp_path / place)[0]) == weights.digest(given)
     os.truncate(tmp_path / "parts" / names["2.bias"], 100)
     for _ in range(2):

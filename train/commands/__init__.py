@@ -56,16 +56,12 @@ class RankCommand(Command):
     world_size: int | None = setting(None, "In place of WORLD_SIZE.")
 
 
-class TrainingCommand(RankCommand):
-    """Takes the line of a training. These options are of one start, and not of the run."""
-
-    fresh: bool = setting(False, "Start anew although the run has checkpoints.")
-
-
-class Train(TrainingCommand):
+class Train(RankCommand):
     """Train; the same command again goes on where it stopped."""
 
     examples = ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine")
+
+    fresh: bool = setting(False, "Start anew although the run has checkpoints.")
 
     def run(self, config: Config, program: Program) -> None:
         refuse_foreign(config)
@@ -117,7 +113,7 @@ class Show(Command):
         rankup.cli.print_whole(f"{config.model_dump_json()}\n" if self.as_json else to_yaml(config))
 
 
-class Doctor(TrainingCommand):
+class Doctor(RankCommand):
     """Is this machine, and this group of machines, fit to train? Ends with 0, 10 (warnings), 20 (not fit) or 30."""
 
     examples = ("doctor", "doctor --alone --json")

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
@@ -50,10 +51,10 @@ def parse_args(argv: Sequence[str]) -> Request:
     import fire  # here, since it costs 50 ms, which a module that only needs Request shall not pay
     from fire.decorators import SetParseFn
 
-    def understand(*more: str, **flags: str) -> Request:
-        return _understand(command, more, flags)
+    def understood(name: str) -> Any:
+        return SetParseFn(str)(lambda *more, **flags: _understand(name, more, flags))
 
-    table = {command: SetParseFn(str)(understand)}
+    table = {name: understood(name) for name in COMMANDS}
     request: Request = fire.Fire(table, command=[command, *words, *NOT_FIRES], serialize=lambda _: None)
     return replace(request, help=asks)
 
@@ -104,12 +105,11 @@ def help_text(request: Request) -> str:
     rows = [_row(name, field) for name, field in fields_of(COMMANDS[command]).items()]
     lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(str(COMMANDS[command].__doc__), width)]
     lines += ["", "options:", *_table(rows, width)]
-    if command == "train":
-        # As texts, right or wrong: only which of them go with the others is asked
-        usual, others = foreign(Config()), foreign(Config().model_copy(update=request.settings))
-        rows = [_row(name, field) for name, field in Config.model_fields.items()
-                if name not in others and (name in COMMON or name in usual)]
-        lines += ["", "settings, the most common ones:", *_table(rows, width)]
+    # As texts, right or wrong: only which of them go with the others is asked
+    usual, others = foreign(Config()), foreign(Config().model_copy(update=request.settings))
+    common = (*COMMON, *usual) if command in ("train", "show") else ("name", "run_dir")
+    rows = [_row(name, field) for name, field in Config.model_fields.items() if name in common and name not in others]
+    lines += ["", "settings, the most common ones:", *_table(rows, width)]
     lines += ["", "examples:", *(f"  {PROGRAM} {line}" for line in COMMANDS[command].examples)]
     lines += ["", *textwrap.wrap(NOTE, width)] if command in ("train", "show") else []
     return "\n".join(lines) + "\n"

@@ -137,7 +137,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 # Settings of one run, shown and compared -----------------------------------------------------------------------------
 
 
-def foreign(config: Config, *, auto: str = "none") -> list[str]:
+def foreign(config: Config, *, auto: str = "auto") -> list[str]:
     """The settings of other data sets, workloads, methods and so on than this run's. An own workload may use any of
     those of data and models. `auto`: the method that parallel auto stands for."""
     method = auto if config.parallel == "auto" else config.parallel

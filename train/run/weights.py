@@ -47,6 +47,8 @@ def _read(path: Path, place: str) -> Any:
     # As Hugging Face names them; our folders have a manifest besides. A pipe or a device may never end
     parts = {part.name for part in path.glob("*.safetensors") if part.is_file()}
     index = path / "model.safetensors.index.json"
+    if not parts and (older := path / "pytorch_model.bin").is_file():  # Hugging Face's name before safetensors
+        path = older
     if path.is_dir() and ((path / "manifest.json").exists() or not (parts or index.is_file())):
         return rankup.open_checkpoint(path, check=check).tracked["model"]
     try:

@@ -15,31 +15,29 @@ pytestmark = pytest.mark.timeout(1800)
 Pods = Callable[..., Cluster]
 
 
-@pytest.fixture(scope="module")
-def digest_of_short(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return digest_by_forks(forks, tmp_path_factory.mktemp("host"), " ".join(SHORT))
-
-
 def test_k8s_image_of_this_version_is_the_one_that_was_built(image: str) -> None:
     found = {docker("image", "inspect", "-f", "{{.Id}}", name).strip() for name in (image, IMAGE)}
     assert len(found) == 1
 
 
 # The PyTorchJob's: test_k8s_ends.py. Those of a JobSet, which are a Job's with other names, find each other below
-def test_k8s_pods_of_a_trainjob_train_to_the_digest_of_the_host(pods: Pods, digest_of_short: str) -> None:
+def test_k8s_pods_of_a_trainjob_train_to_the_digest_of_the_host(pods: Pods, forks: Forks, tmp_path: Path) -> None:
     cluster = pods("trainjob.yaml", SHORT)
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
-    assert cluster.read("result.json")["digest"] == digest_of_short
+    assert cluster.read("result.json")["digest"] == digest_by_forks(forks, tmp_path / "host", " ".join(SHORT))
 
 
-def test_k8s_pod_without_an_operator_waits_for_the_name_of_rank_0(pods: Pods, digest_of_short: str) -> None:
-    cluster = pods("job.yaml", SHORT)
+def test_k8s_pod_without_an_operator_waits_for_the_name_of_rank_0_with_own_code_and_data(pods: Pods) -> None:
+    """Code and data come from ConfigMaps."""
+    cluster = pods("job+own", ["--name", "job"])
     cluster.start(1)
     wait_for("rank 1 to look", lambda: "rankup-0.rankup" in cluster.log(1), timeout_s=300, log=cluster.logs)
     cluster.start(0)
     assert cluster.codes() == [0, 0], cluster.logs()
-    assert cluster.read("result.json")["digest"] == digest_of_short
+    found = cluster.read("result.json")
+    assert (found["data"], found["world_size"]) == ("rings", 2)
+    assert found["metrics"]["accuracy"] > 0.9  # half of the points would be chance
 
 
 def test_k8s_doctor_in_place_of_train_finds_the_pods_fit(pods: Pods) -> None:
@@ -56,15 +54,6 @@ def test_k8s_doctor_in_place_of_train_finds_the_pods_fit(pods: Pods) -> None:
     said = cluster.log(0)
     assert "all 2 ranks: 0 on rankup-master-0; 1 on rankup-worker-0" in said
     assert "doctor: fit to train" in said
-
-
-def test_k8s_own_code_and_data_from_config_maps(pods: Pods) -> None:
-    cluster = pods("job+own", ["--name", "job"])
-    cluster.start()
-    assert cluster.codes() == [0, 0], cluster.logs()
-    found = cluster.read("result.json")
-    assert (found["data"], found["world_size"]) == ("rings", 2)
-    assert found["metrics"]["accuracy"] > 0.9  # half of the points would be chance
 
 
 def test_k8s_script_of_ones_own_from_a_config_map(pods: Pods) -> None:

@@ -60,9 +60,9 @@ def test_k8s_job_whose_rank_and_pod_are_killed_and_stopped_ends_with_the_digest_
     assert cluster.read("result.json")["digest"] == undisturbed["digest"]
 
 
-@pytest.mark.parametrize("kind", ["pytorchjob", "job"])  # the JobSet's pods are those of a Job with other names
-def test_k8s_elastic_job_goes_on_without_pod_0_and_takes_pods_that_come_and_go(kind: str, pods: Pods) -> None:
-    cluster = pods(f"{kind}+elastic+secret", [*JOB, *SLOW, "--max-steps", "1000000", "--epochs", "100000"])
+def test_k8s_elastic_job_goes_on_without_pod_0_and_takes_pods_that_come_and_go(pods: Pods) -> None:
+    """How an elastic Job and JobSet differ from plain ones: test_k8s_rules.py."""
+    cluster = pods("pytorchjob+elastic+secret", [*JOB, *SLOW, "--max-steps", "1000000", "--epochs", "100000"])
 
     def ranks_are(*counts: int) -> None:
         wait_for(f"{counts} ranks", lambda: cluster.changes()[-len(counts):] == [*counts], log=cluster.logs)
@@ -70,7 +70,7 @@ def test_k8s_elastic_job_goes_on_without_pod_0_and_takes_pods_that_come_and_go(k
     cluster.start()
     cluster.hit(0, signal.SIGKILL, ranks=3)
     ranks_are(3, 2)
-    assert verdict(cluster.owner, *cluster.codes(0)) == ("new" if kind == "pytorchjob" else "counted")
+    assert verdict(cluster.owner, *cluster.codes(0)) == "new"
     address = cluster.address(0)
     cluster.scale(4)
     cluster.start(3)  # it gets the address of the lost pod, whose successor has another one

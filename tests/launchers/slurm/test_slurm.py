@@ -11,7 +11,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.slurm_cluster import SIMPLE, Cluster
 
 pytestmark = pytest.mark.timeout(1200)
-JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 60 --name job"
+JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 60 --name job --tensorboard=false"
 RUN = f"{JOB} --run-dir runs"
 LONG = RUN.replace("--max-steps 60", "--max-steps 1000 --log-every-steps 5 --evaluate-every-epochs 50")
 

@@ -13,7 +13,7 @@ from tests.rigs.slurm_cluster import Cluster
 pytestmark = pytest.mark.timeout(1200)
 JOB = (
     "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 500 --save-every-steps 20 --log-every-steps 5 "
-    "--evaluate-every-epochs 50"
+    "--evaluate-every-epochs 50 --tensorboard=false"
 )
 RUN = f"{JOB} --name job --run-dir runs --step-timeout-s 60 --workload slow_steps:build"
 ENDLESS = RUN.replace("500", "1000000")

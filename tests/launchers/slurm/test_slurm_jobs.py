@@ -13,7 +13,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.slurm_cluster import LOCAL, Cluster
 
 pytestmark = pytest.mark.timeout(1200)
-JOB = "--dataset digits --model mlp --max-steps 60"
+JOB = "--dataset digits --model mlp --max-steps 60 --tensorboard=false"
 
 
 def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, forks: Forks, tmp_path: Path) -> None:

@@ -46,8 +46,6 @@ class Remote:
     mean: tuple[float, ...] = ()  # mean, std: one per channel
     std: tuple[float, ...] = ()
     mirror: bool = True  # whether a mirrored image still shows its class; a mirrored 2 does not
-    # Of the published images: others get a name of their own. None: torchvision compares each file's md5
-    digest: str | None = None
 
 
 def say(line: str) -> None:
