@@ -289,10 +289,12 @@ class Batches:
         job, source, live, group, clock = self._job, self._source, self._job.live, self._job.group, self._job.clock
         waited = group.watch.clock.wait_for_data
         job.begin()
-        if not live.running and not live.fetched and live.streams and not live.has_epochs:
-            with job.commit_lock:  # what follows the last batch of a pass has run
-                job.commit()
         number = len(live.streams)
+        # What follows the last batch of a pass has run. Of passes that a copy holds already nothing is new, and the
+        # place in the newest of them would be lost
+        if number and number >= len(live.before) and not (live.running or live.fetched or live.has_epochs):
+            with job.commit_lock:
+                job.commit()
         skip, state = live.before[number] if number < len(live.before) else (0, None)
         live.streams.append(skip)
         live.sources.append(source)

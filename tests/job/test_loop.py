@@ -198,17 +198,21 @@ def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_cou
 
 @pytest.mark.parametrize("loader", ["StatefulDataLoader(range(4), batch_size=None, num_workers=1)", "range(4)"])
 def test_loop_without_epochs_goes_on_in_its_newest_pass(forks: Forks, tmp_path: Path, loader: str) -> None:
-    """Of which the state of a loader is then. A pass that was broken off is over."""
+    """Of which the state of a loader is then. A pass that was broken off is over. A second stop comes before a step."""
     text = (
-        "import os, signal, warnings, rankup\nfrom torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "import os, signal, time, warnings, rankup\nfrom torchdata.stateful_dataloader import StatefulDataLoader\n"
         "warnings.filterwarnings('ignore', \"'set_vital'\")\njob, seen = rankup.init('run'), []\njob.track(seen=seen)\n"
         f"loader = {loader}\nfor _ in range(3):\n    for x in job.batches(loader):\n        with job.step():\n"
         "            seen.append(x)\n        if job.step_number == 3:\n            break\n"
         "        if job.step_number == 5 and 'STOP' in os.environ:\n            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    job.log(samples=len(seen))\n    if 'AGAIN' in os.environ:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        from tests.rigs.faulting_workload import stop_is_known\n"
+        "        while not stop_is_known(job.group.stop):\n            time.sleep(0.001)\n"
         "print('seen', seen)\njob.finish()\n"
     )
     output = ran(forks, tmp_path, text, STOP="1", code=143)
     assert ("the random numbers that this loader's workers draw" in output) == ("num_workers" in loader)
+    ran(forks, tmp_path, text, AGAIN="1", code=143)
     assert said(ran(forks, tmp_path, text), "seen") == str([0, 1, 2, *range(4), *range(4)])
 
 
