@@ -52,6 +52,7 @@ def test_options_of_a_command_have_type_and_default() -> None:
     assert (parsed.mistakes, parsed.settings) == ([], {})
     assert parsed.options == Predict(config="x.yaml", input="1e5", rank=1)
     assert parse_args(["doctor", "--alone", "--json"]).options == Doctor(alone=True, json=True)
+    assert not parse_args(["doctor", "--fresh"]).mistakes  # the line of a training, as slurm/job.sh has it
 
 
 def test_every_setting_is_a_flag_in_both_spellings() -> None:
