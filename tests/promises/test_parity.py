@@ -52,13 +52,17 @@ def by_fresh(*arguments: str) -> Job:
     return start(sys.executable, "-m", "train.main", "launch", "--no-fork", "--nproc=2", MAIN, *arguments)
 
 
-def by_launcher_of_old(*arguments: str) -> Job:
-    """PyTorch's older launcher puts --local-rank=N before everything else. Two agents of torchrun: test_demo.py."""
-    return start(sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node", "2", "--master-port",
-                 str(free_port()), "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})
+def by_two_agents_of_old(*arguments: str) -> Job:
+    """PyTorch's older launcher is torchrun that puts --local-rank=N before everything else."""
+    job, port = Job(), free_port()
+    for node in ("1", "0"):
+        start(sys.executable, "-m", "torch.distributed.launch", "--nnodes", "2", "--nproc-per-node", "1",
+              "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "train.main",
+              *arguments, env={"PYTHONWARNINGS": ""}, job=job)
+    return job
 
 
-@pytest.mark.parametrize("launcher", [by_fresh, by_hand, by_launcher_of_old], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("launcher", [by_fresh, by_hand, by_two_agents_of_old], ids=lambda f: f.__name__)
 def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Callable[..., Job]) -> None:
     with ended(launcher(*LINE, "--run-dir", str(tmp_path))) as job:
         assert set(job.wait()) == {0}, job.output
