@@ -27,7 +27,7 @@ def test_foreign_script_under_torchrun_comes_to_the_weights_that_the_others_are_
 
 
 # On two nodes, in tests/launchers/: ddp_local_rank, and Lightning under Slurm
-@pytest.mark.parametrize(("name", "workers"), [("bert_trainer", 2), ("imagenet", 4)])
+@pytest.mark.parametrize(("name", "workers"), [("before_ddp", 2), ("bert_trainer", 2), ("imagenet", 4)])
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     name: str, workers: int, once: Once, loaded: Forks, tmp_path: Path

@@ -14,7 +14,7 @@ from tests.rigs.jobs import result
 from train.config import Config
 from train.data.samples import EpochSampler
 from train.data.sources.texts import SAMPLE, load_texts
-from train.workloads.classification import class_scores, macro_f1
+from train.workloads.classification import MOST, class_scores, macro_f1, report
 from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples, build
 
 GOOD = "food\ta warm soup\nsports\ta late goal\nfood\t热汤\n"
@@ -155,6 +155,17 @@ def test_scores_are_those_of_their_definition() -> None:
     assert macro_f1(confusion) == pytest.approx((3 / 4 + 8 / 12 + 0) / 3)
     # Predicted but never true counts as 0
     assert macro_f1(torch.tensor([[3, 1], [0, 0]])) == pytest.approx((6 / 7 + 0) / 2)
+
+
+def test_table_of_scores_has_all_classes_or_is_left_out() -> None:
+    names = tuple(f"类 {number}" for number in range(MOST + 1))
+    sums = {"confusion": torch.eye(MOST, dtype=torch.int64)}
+    text, details = report(sums, names[:MOST])
+    assert [text.count(name + " ") for name in names] == [2] * MOST + [0]
+    assert [row["class"] for row in details["classes"]] == [*names[:MOST]]
+    # Of more than can be read, of others, of none
+    for found in ({"confusion": torch.eye(MOST + 1, dtype=torch.int64)}, sums, {"correct": torch.ones(2)}):
+        assert report(found, names) == ("", {})
 
 
 # Runs -----------------------------------------------------------------------------------------------------------
