@@ -35,7 +35,7 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 cpus=$(tr , '\n' <<< "${SLURM_JOB_CPUS_PER_NODE:-1}" | sort -n | head -n 1) cpus=${cpus%(*}
 tasks=${SLURM_NTASKS:+$SLURM_TASKS_PER_NODE} # "2(x2)"; "3,1" is what Slurm may make of --ntasks=4 on two nodes
 [[ $tasks != *,* ]] || fail "the $SLURM_NTASKS tasks are spread unevenly over the nodes: give --ntasks-per-node"
-nproc=${SLURM_GPUS_ON_NODE:-${tasks%(*}} nproc=${nproc:-1}
+nproc=${SLURM_GPUS_ON_NODE:-${tasks%(*}} nproc=${nproc:-${SLURM_NTASKS_PER_NODE:-1}}
 ((cpus >= nproc)) || say "$nproc processes share $cpus CPUs on each node: ask for more with --cpus-per-task"
 # Each agent gets all GPUs of its node, also where each task of the job was to get one
 gpus=(${SLURM_GPUS_PER_TASK:+--gpus-per-node="$nproc"})

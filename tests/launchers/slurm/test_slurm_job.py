@@ -155,6 +155,15 @@ def test_slurm_counts_come_from_the_allocation_and_pyxis_gets_its_image(tmp_path
     assert line.endswith(f"{ROOT}/slurm/task.sh --nproc 4 {ROOT}/train/main.py train --epochs 9")
 
 
+@pytest.mark.parametrize("tasks", [
+    {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}, {"SLURM_NTASKS_PER_NODE": "2"},
+], ids=["all", "per-node"])
+def test_slurm_node_without_gpus_has_as_many_processes_as_tasks(tasks: dict[str, str], tmp_path: Path) -> None:
+    job = Started(tmp_path, "0", **tasks)
+    assert job.run()[0] == 0
+    assert job.trained()[0].endswith(f"{ROOT}/slurm/task.sh --nproc 2 {ROOT}/train/main.py train")
+
+
 @pytest.mark.parametrize(
     ("number", "requeues"), [(signal.SIGUSR1, 1), (signal.SIGUSR2, 1), (signal.SIGTERM, 0)], ids=str
 )
