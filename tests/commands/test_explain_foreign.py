@@ -165,6 +165,15 @@ def test_report_names_the_first_of_several_ranks_with_one_fault(tmp_path: Path) 
                          "  first rank 1 on n, 2026-11-22 10:00:03"]
 
 
+@pytest.mark.parametrize(("words", "place"), [
+    ("(node0.example, 29500).", "node0.example port 29500"), ("(fd00:1::5, 29500).", "fd00:1::5 port 29500"),
+    ("192.0.2.1:1234", "192.0.2.1 port 1234"), ("[fd00:1::5]:1234.", "[fd00:1::5] port 1234"),
+])
+def test_address_that_torch_did_not_reach_is_read_whole(words: str, place: str) -> None:
+    line = f"DistNetworkError: The client socket has timed out after 60s while trying to connect to {words}"
+    assert [found.title for found in diagnose([line])] == [f"rank 0 at {place} was not reached"]
+
+
 # Shapes of logs --------------------------------------------------------------------------------------------------
 
 TEXT = (LOGS / "shapes.txt").read_text(encoding="utf-8")
