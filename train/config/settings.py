@@ -107,7 +107,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     label_smoothing: float = _result(0.0, "Label smoothing of the loss.", ge=0, lt=1)
     clip_norm: float = _result(0.0, "Clip the global norm of the gradient to this; 0: off.", ge=0)
     precision: Literal["fp32", "bf16", "fp16"] = _result("fp32", "Mixed precision; fp16 scales the loss.")
-    compile: bool = _result(False, "torch.compile the model.", of="auto or none or ddp")
+    compile: bool = _result(False, "torch.compile the model, in the first step.", of="auto or none or ddp")
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.", of="none or ddp or fsdp")
     find_unused_parameters: bool = _result(False, "Some parameters may get no gradient.", of="none or ddp or dp")
     compress: Literal["none", "fp16", "bf16"] = _result(
