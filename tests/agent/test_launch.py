@@ -210,7 +210,7 @@ def hang_from_the_first_report_on() -> None:
         threading.Event().wait()
 
     ends.write_atomically = hang  # the report
-    ends.write_json = lambda path, data: hang() if hangs.exists() else write(path, data)
+    ends.write_json = lambda path, data, **more: hang() if hangs.exists() else write(path, data, **more)
 
 
 # Ends and restarts ----------------------------------------------------------------------------------------------------
