@@ -97,6 +97,8 @@ def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
             for path in list_copies(folder):
                 if step_of(path) not in keep:
                     shutil.rmtree(path, ignore_errors=True)
+            if list_copies(folder):
+                continue
             with contextlib.suppress(OSError), (folder / ".lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # another rank may be writing its rescue there
                 if not list_copies(folder):

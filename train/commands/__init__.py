@@ -120,7 +120,7 @@ class Doctor(RankCommand):
 
     as_json: bool = setting(False, "Print JSON, for programs.", alias="json")
     alone: bool = setting(False, "Only this machine: as one process, whoever has started it.")
-    # slurm/job.sh gives it the line of the training
+    # slurm/ gives it the line of the training
     fresh: bool = setting(False, "No effect: the line may be that of a training.")
 
     def run(self, config: Config, program: Program) -> int:
