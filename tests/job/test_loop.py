@@ -201,13 +201,14 @@ def test_loop_without_epochs_goes_on_in_its_newest_pass(forks: Forks, tmp_path: 
     """Of which the state of a loader is then. A pass that was broken off is over. A second stop comes before a step."""
     text = (
         "import os, signal, time, warnings, rankup\nfrom torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "from tests.rigs.faulting_workload import stop_is_known\n"
         "warnings.filterwarnings('ignore', \"'set_vital'\")\njob, seen = rankup.init('run'), []\njob.track(seen=seen)\n"
+        "def stop():\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    while not stop_is_known(job.group.stop):\n        time.sleep(0.001)\n"
         f"loader = {loader}\nfor _ in range(3):\n    for x in job.batches(loader):\n        with job.step():\n"
         "            seen.append(x)\n        if job.step_number == 3:\n            break\n"
-        "        if job.step_number == 5 and 'STOP' in os.environ:\n            os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    job.log(samples=len(seen))\n    if 'AGAIN' in os.environ:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        from tests.rigs.faulting_workload import stop_is_known\n"
-        "        while not stop_is_known(job.group.stop):\n            time.sleep(0.001)\n"
+        "        if job.step_number == 5 and 'STOP' in os.environ:\n            stop()\n"
+        "    job.log(samples=len(seen))\n    if 'AGAIN' in os.environ:\n        stop()\n"
         "print('seen', seen)\njob.finish()\n"
     )
     output = ran(forks, tmp_path, text, STOP="1", code=143)
