@@ -62,7 +62,7 @@ def test_k8s_script_of_ones_own_from_a_config_map(pods: Pods) -> None:
     assert cluster.codes() == [0, 0], cluster.logs()
     assert "epoch 3: loss" in cluster.log(0)
     assert json.loads((cluster.runs / "rankup" / "status.json").read_text())["state"] == "finished"
-    assert (cluster.runs / "work" / "rankup" / "model.pt").exists()
+    assert (cluster.runs / "files" / "rankup" / "model.pt").exists()
 
 
 def test_k8s_fsdp_pods_read_their_shards_back_and_come_to_the_digest_of_the_host(

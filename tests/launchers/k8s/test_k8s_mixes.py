@@ -63,7 +63,7 @@ def check_command(pods: list[Object], what: str) -> None:
         assert (node.node_rank, node.num_nodes, node.nproc, given.join_timeout_s) == (rank, most, nproc, 900)
         assert node.master_addr.startswith(pods[0]["name"])
         if "script" in what:
-            assert (given.words[0], given.name, given.work_dir) == ("/own/train.py", "rankup", "runs/work/rankup")
+            assert (given.words[0], given.name, given.work_dir) == ("/own/train.py", "rankup", "runs/files/rankup")
         else:
             assert given.words[:2] == ["train/main.py", "train"]
             config = config_of(given.words[1:])
