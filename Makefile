@@ -17,7 +17,7 @@ help: ## Print this help
 	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "More arguments: make demo ARGS='--epochs 3', make unit ARGS='-k data'"
 
-venv: $(READY) ## Make .venv and install what training needs, in locked versions (once, about 5.5 GB)
+venv: $(READY) ## Make .venv and install what training needs, in locked versions (once, about 5.8 GB)
 venv-tests: $(TESTED) ## Add what the tests need to .venv (make test does so)
 
 demo: $(READY) ## Train Fashion-MNIST on two simulated nodes of this machine, about a minute

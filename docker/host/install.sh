@@ -51,7 +51,7 @@ if [[ ! -x $venv/bin/pip ]]; then
     fail "$python can't make virtual environments. On Debian and Ubuntu: sudo apt install python3-venv"
   "$python" -m venv "$venv"
 fi
-if [[ $what == training ]]; then size="5.5 GB, most of it PyTorch"; else size="1.4 GB"; fi
+if [[ $what == training ]]; then size="5.8 GB, most of it PyTorch"; else size="1.4 GB"; fi
 say "packages for $what go into $venv (once; about $size)"
 uv_works=1
 "$venv/bin/pip" install --quiet "uv==$UV" || { say "no uv $UV: going on with pip"; uv_works=0; }
