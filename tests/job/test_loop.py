@@ -24,6 +24,11 @@ from tests.rigs.jobs import metrics, start
 
 SCRIPT = Path(__file__).with_name("loop_script.py")
 RANKS = 3
+BY = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"],
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(RANKS),
+               sys.executable],
+}
 
 
 def by_hand(forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, die: str = "", **env: str) -> str:
@@ -71,15 +76,13 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
     assert [logs["rank-0.log"].count(line) for line in (f" r0 digest {undisturbed}\n", " finished after ")] == [1, 1]
 
 
+@pytest.mark.parametrize("launcher", BY)
 def test_stopped_job_goes_on_with_the_same_bits_under_another_launcher(
-    undisturbed: str, forks: Forks, tmp_path: Path
+    undisturbed: str, forks: Forks, tmp_path: Path, launcher: str
 ) -> None:
-    """By torchrun. By mpirun: tests/parallel/test_methods_kills.py."""
     output = by_hand(forks, tmp_path, code=143, die=f"0:5:{int(signal.SIGTERM)}")
     assert "The same command goes on from it" in output
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
-    line = (sys.executable, *torchrun, SCRIPT, tmp_path / "run")
-    again = start(*line, env={"PYTHONWARNINGS": "default"}, cwd=tmp_path)
+    again = start(*BY[launcher], SCRIPT, tmp_path / "run", env={"PYTHONWARNINGS": "default"}, cwd=tmp_path)
     assert again.wait() == [0], again.output
     assert "resumed from step-" in again.output
     assert said(again.output) == undisturbed
