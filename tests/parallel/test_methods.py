@@ -132,6 +132,12 @@ def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None
 # Unused parameters ----------------------------------------------------------------------------------------------
 
 
+def test_unused_parameter_is_torchs_error_and_explained(forks: Forks, tmp_path: Path) -> None:
+    output = forks.ends(*RECORDED, "--options.model", "unused", "--run-dir", tmp_path, world_size=2, code=1)
+    assert "Expected to have finished reduction in the prior iteration" in output
+    assert "this is: some parameters get no gradient" in output
+
+
 def test_unused_parameter_is_allowed_on_request(forks: Forks, tmp_path: Path) -> None:
     folder = recorded(forks, tmp_path, 2, "--options.model", "unused", "--find-unused-parameters")
     assert len({entry["weights"] for rank in records(folder, "evaluate") for entry in rank}) == 1
