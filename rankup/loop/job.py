@@ -107,7 +107,7 @@ class Job:
     def change(self) -> Iterator[None]:
         """Guard a change of tracked state between epochs: `with job.change(): best["accuracy"] = accuracy`.
 
-        After a resume the code after the last batch of an epoch runs again. If a block took effect before, its changes
+        After a resume the code outside the loops over batches runs again. If a block took effect before, its changes
         to tracked state are undone at its end, so that no change counts twice. Raises UserError inside a loop over
         `job.batches` or `job.steps`, whose code does not run again: change the state inside `job.step` there.
         """
@@ -241,8 +241,9 @@ class Job:
     def commit(self) -> None:
         """What the loop has done is the state from now on. Inside `self.commit_lock`."""
         position, live = self.position, self.live
+        if live.epoch != position.epoch:
+            position.changes = live.changes_to_repeat = 0
         position.epoch, position.streams = live.epoch, [*live.streams]
-        position.changes = live.changes_to_repeat = 0
         self.saving.loader_states = live.loader_states()
         self.tracked.commit()
 

@@ -23,7 +23,7 @@ class Position:
     line: dict[str, Any] | None = None  # the last one of training in `metrics.jsonl`
     epoch: int = 0
     streams: list[int] = field(default_factory=list)  # batches of each pass over a loader in this epoch; -1: it is over
-    changes: int = 0  # of `job.change` since the last step
+    changes: int = 0  # blocks of `job.change` in this epoch
 
     @classmethod
     def of(cls, record: dict[str, Any] | None) -> "Position":

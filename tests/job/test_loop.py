@@ -199,6 +199,20 @@ def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_cou
     assert whole.startswith("[0.125] ")
 
 
+@pytest.mark.parametrize("passes", ["range(3)", "job.epochs(3)"])
+def test_change_before_and_between_passes_counts_once(forks: Forks, tmp_path: Path, passes: str) -> None:
+    text = (
+        "import os, signal, rankup\njob, count = rankup.init('run', save_every_steps=1), {'n': 0}\n"
+        f"job.track(count=count)\nfor _ in {passes}:\n    for _ in (1, 2):\n        with job.change():\n"
+        "            count['n'] += 1\n        for _ in job.batches([1, 2]):\n            with job.step():\n"
+        "                pass\n            if job.step_number == 7 and 'DIE' in os.environ:\n"
+        "                job.run.saver.wait()\n                os.kill(os.getpid(), 9)\n"
+        "print('count', count)\njob.finish()\n"
+    )
+    ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
+    assert said(ran(forks, tmp_path, text), "count") == "{'n': 6}"
+
+
 @pytest.mark.parametrize("loader", ["StatefulDataLoader(range(4), batch_size=None, num_workers=1)", "range(4)"])
 def test_loop_without_epochs_goes_on_in_its_newest_pass(forks: Forks, tmp_path: Path, loader: str) -> None:
     """Of which the state of a loader is then. A pass that was broken off is over. A second stop comes before a step."""
