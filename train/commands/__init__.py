@@ -13,7 +13,7 @@ import rankup
 from rankup import Program
 
 from ..config import Config, check_world_size, refuse_foreign, to_yaml
-from ..config.settings import setting
+from ..config.setting import setting
 
 
 def run_dir_of(config: Config, program: Program) -> Path:

@@ -24,8 +24,8 @@ from ..run import weights
 from ..run.evaluation import evaluate, evaluation_loader
 from ..run.result import evaluation_table
 from ..run.run_directory import check, check_data
-from ..workloads import Workload, load
 from ..workloads.classification import report
+from ..workloads.workload import Workload, load
 from . import Evaluate, Predict
 
 

@@ -19,8 +19,8 @@ from ..config import Config
 from ..data.samples import EpochSampler
 from ..parallel import method_name
 from ..parallel.methods import Method
-from ..workloads import Workload
 from ..workloads.classification import report
+from ..workloads.workload import Workload
 from . import weights
 from .evaluation import Result
 

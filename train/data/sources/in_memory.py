@@ -11,24 +11,9 @@ from rankup import UserError
 from ...config import Config
 from .. import one_line
 from ..samples import TensorSamples
-from .fetch import NotFetched, Remote, locate, say
+from .fetch import KNOWN, NotFetched, locate, say
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "digits"
-
-KNOWN = {
-    # Pictures of clothes (Xiao et al. 2017), the default
-    "fashion-mnist": Remote(
-        kind="FashionMNIST", folder="FashionMNIST", mean=(0.2860,), std=(0.3530,),
-        package="dataset-fashion-mnist", packed=Path("/usr/share/datasets/fashion-mnist"),
-    ),
-    # Handwritten digits (LeCun et al. 1998)
-    "mnist": Remote(kind="MNIST", folder="MNIST", mean=(0.1307,), std=(0.3081,), mirror=False),
-    "cifar10": Remote(
-        kind="CIFAR10", folder="cifar-10-batches-py", mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)
-    ),
-    # Handwritten too, 1438 and 359 of 8 x 8 pixels, in the layout of MNIST: never fetched
-    "digits": Remote(kind="MNIST", folder="MNIST", mean=(0.2873,), std=(0.3537,), mirror=False),
-}
 
 
 def of_torchvision(config: Config) -> tuple[TensorSamples, TensorSamples]:
