@@ -8,7 +8,7 @@ import pytest
 
 from rankup.errors import UserError
 from tests.rigs.refused import mistakes, one
-from train.config import Config, changed_settings, load_config, refuse_foreign, to_yaml
+from train.config import Config, changed_settings, check_run, load_config, to_yaml
 from train.config.load import read_yaml
 from train.data.sources import SOURCES
 from train.parallel import METHODS
@@ -205,7 +205,7 @@ def test_yaml_has_the_settings_of_this_data_set_and_those_of_others_where_they_w
     {"schedule": "step", "step_epochs": 2},
 ])
 def test_setting_of_what_was_chosen_is_taken(settings):
-    refuse_foreign(Config(**settings))
+    check_run(Config(**settings), 1)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -222,7 +222,7 @@ def test_setting_of_what_was_chosen_is_taken(settings):
 ])
 def test_setting_of_something_else_is_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        refuse_foreign(Config(**settings))
+        check_run(Config(**settings), 1)
 
 
 def test_setting_belongs_to_choices_that_exist():

@@ -145,11 +145,21 @@ def foreign(config: Config, *, auto: str = "auto") -> list[str]:
     return [name for name, of in owners.items() if of and not of.startswith(own) and not here & {*of.split()}]
 
 
-def refuse_foreign(config: Config) -> None:
-    """Raises UserError for settings of something else, which would be ignored."""
+def check_run(config: Config, world_size: int) -> None:
+    """Raises UserError for settings of something else, which would be ignored, and unless so many processes can train
+    together and each micro-batch of each gets a sample."""
     fields = Config.model_fields
     wrong = [f"{name} must be left out here, got {describe(value)}. It belongs to {facts(fields[name])['of']}."
              for name in foreign(config, auto="ddp") if (value := getattr(config, name)) != fields[name].default]
+    if config.parallel in ("none", "dp") and world_size > 1:
+        got = f"got {config.parallel}. Each would train a model of its own."
+        wrong.append(f"parallel must be auto or ddp with {world_size} processes, {got}")
+    product = f"{world_size} process{'' if world_size == 1 else 'es'}"
+    product += f" x accumulate={config.accumulate}" if config.accumulate > 1 else ""
+    least = world_size * config.accumulate
+    if config.batch_size < least:
+        way_out = f"Set --batch-size {least}, or start fewer."
+        wrong.append(f"batch_size must be at least {least} ({product}), got {config.batch_size}. {way_out}")
     if wrong:
         raise UserError("\n".join(wrong))
 
@@ -183,7 +193,7 @@ def to_yaml(config: Config) -> str:
     return "\n".join(lines[1:]) + "\n"
 
 
-# Settings that are each right and cannot go together, with one another or with the number of processes --------------
+# Settings that are each right and cannot go together ------------------------------------------------------------------
 
 def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
     """Those of these settings: which to change, what it must be, and why."""
@@ -199,19 +209,6 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
         yield "data_dir", "a folder of class folders with dataset imagefolder", "Set it with --data-dir."
     if c.workload in ("images", "text") and c.dataset.startswith("hf:") and c.data_dir is not None:
         yield "data_dir", "null with dataset hf:PATH_OR_NAME", "The folder stands behind hf:"
-
-
-def check_world_size(config: Config, world_size: int) -> None:
-    """Raise UserError unless so many processes can train together and each micro-batch of each gets a sample."""
-    if config.parallel in ("none", "dp") and world_size > 1:
-        got = f"got {config.parallel}. Each would train a model of its own."
-        raise UserError(f"parallel must be auto or ddp with {world_size} processes, {got}")
-    product = f"{world_size} process{'' if world_size == 1 else 'es'}"
-    product += f" x accumulate={config.accumulate}" if config.accumulate > 1 else ""
-    least = world_size * config.accumulate
-    if config.batch_size < least:
-        way_out = f"Set --batch-size {least}, or start fewer."
-        raise UserError(f"batch_size must be at least {least} ({product}), got {config.batch_size}. {way_out}")
 
 
 # YAML by PyYAML with the scalars of YAML 1.2. PyYAML follows YAML 1.1, where `3e-4` is a text, `no` is false, `010` is
