@@ -19,7 +19,7 @@ from tests.rigs.jobs import ROOT, environment
 from train import commands
 from train.config import Config
 
-FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "examples"]
+FOLDERS = ["setting", "config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "examples"]
 # What may import what: the later the earlier
 ORDER = [
     *(f"rankup.{name}" for name in (

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from ..data.sources import DataSettings
 from ..parallel import MethodSettings
+from ..setting import Count, Natural, free, setting
 from ..workloads import WorkloadSettings
-from .setting import Count, Natural, free, setting
 
 WEEK_S = 7 * 24 * 3600
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any, Literal
 
-from ..config.setting import Natural, Settings, free, setting
+from ..setting import Natural, Settings, free, setting
 
 # The setting `parallel` -> module in here, and its class. A new method is a new file and a line in this table.
 METHODS = {

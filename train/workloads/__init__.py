@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from ..config.setting import Settings, path, setting
+from ..setting import Settings, path, setting
 
 # Modules in here, each with a function `build`
 WORKLOADS = ("images", "text")

@@ -7,7 +7,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Literal
 
-from ...config.setting import Count, Natural, Settings, free, path, setting
+from ...setting import Count, Natural, Settings, free, path, setting
 from .fetch import KNOWN
 
 # `dataset` -> module in here, and the function (config) -> (training half, test half) in it. A new data set is a
