@@ -93,7 +93,7 @@ def _of_run(directory: Path) -> Iterator[Log]:
     attempt = str(status.get("attempt", ""))
     ends = []
     for end in map(read_json, sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else ()):
-        if end.get("state") == "failed":
+        if end.get("state") == "failed" and not end.get("told"):
             # A user's mistake is marked as on the terminal
             code, why = end.get("code"), end.get("why")
             text = f"error: {why}" if code == 2 else f"{why} (exit code {code})"
