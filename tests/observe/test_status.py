@@ -186,6 +186,8 @@ def test_status_of_all_runs_is_a_line_each_and_the_newest_first(tmp_path: Path) 
 def test_status_of_a_damaged_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     stage(run)
+    assert main(["status", "x" * 300]) == 2  # the system refuses to look, as into a folder of another user
+    assert "There are: " in capsys.readouterr().err
     (run / "status.json").write_text('{"ranks": 7}')
     assert main(["status", str(run)]) == 2
     out, err = capsys.readouterr()
