@@ -70,7 +70,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     order = build_order(config, group, workload)
     total_steps = config.max_steps or config.epochs * len(order)
     log.info(describe(config, group, workload, order))
-    if group.world_size > 1 and not method.every_rank_has_all:
+    if group.world_size > 1 and not method.replicates_state:
         log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest copy")
     job.saving.about = {"steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()}
     job.course.unit, job.course.per_step, job.course.total = workload.unit, config.batch_size, total_steps
@@ -146,6 +146,7 @@ def step(t: Training, batches: list[tuple[float, Any]]) -> None:
             with job.backward(loss):  # it holds the all-reduce of the gradients
                 t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach().to(job.device)
+    t.method.wait_for_gradients(t.optimizer)
     rate = rate_at(config, job.step_number, total_steps=t.total_steps, steps_per_epoch=t.steps_per_epoch)
     with job.step(loss=total, lr=rate):
         for group in t.optimizer.param_groups:

@@ -247,12 +247,6 @@ class Saving:
 
     # The end of a process: any thread ---------------------------------------------------------------------------
 
-    @property
-    def _can_rescue(self) -> bool:
-        """Whether this rank alone holds all that the next attempt needs."""
-        tracked = self.tracked
-        return bool(tracked.items) and self.settings.can_rescue and not tracked.split and not self.agreement.wrong
-
     def keep(self) -> None:
         """Write the last commit to this node's memory. The loop never goes on afterwards.
 
@@ -264,8 +258,8 @@ class Saving:
         settled = group.stop.requested and self.position.step == group.record.confirmed
         if settled and group.is_rank0 and not hangs and self.keep_for_stop():
             return  # another rank has left before it came to the step at which all stop
-        position = None
-        if self._can_rescue and self.position.step > max(0, self.run.saved_step):
+        position, holds_all = None, bool(self.tracked.items) and not self.tracked.split
+        if holds_all and not self.agreement.wrong and self.position.step > max(0, self.run.saved_step):
             position = self.commit_lock.stop()
             if position is None:
                 self.group.log.warning(
@@ -286,15 +280,13 @@ class Saving:
         if self.agreement.wrong:
             return f"{signal}: this rank's state may be wrong, so it was not saved"
         if not self.group.is_rank0:
-            if not self._can_rescue:
-                return ""  # it leaves where rank 0 does
             self.keep()
             return self.stopped()
         saver = self.run.saver
         saver.wait()
         position = self.commit_lock.stop()
-        if position is None and self.commit_lock.busy and (self.group.world_size == 1 or not self._can_rescue):
-            return ""  # a long step, or one in which ranks wait for each other: it stops once that is done
+        if position is None and self.commit_lock.busy and self.group.world_size == 1:
+            return ""  # a long step: it stops once that is done
         if position is None:
             return f"{signal}: in the middle of changing the weights, so nothing newer was saved"
         position = copy(position)

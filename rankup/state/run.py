@@ -19,8 +19,9 @@ from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json, remove_unfinished
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, copies, memory
-from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, SECOND, STORE, Candidate
+from rankup.state.choice import CHECKPOINT, MIRROR, PEER, RESCUE, SECOND, STORE, Candidate
 from rankup.state.copies import STATE, Content
+from rankup.state.parts import Parts, load
 from rankup.state.reading import Copy, newest_whole, read, share
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.second_place import SecondPlace
@@ -66,8 +67,7 @@ class Run:
         )
         if self.finished:
             memory.remove(self.lineage.run)
-            memory.remove(self.lineage.run, parts=True)
-        self.parts = memory.Parts(group, self.lineage.run, options.memory_every_steps)
+        self.parts = Parts(group, self.lineage.run, options.memory_every_steps)
         if self.second_rank == group.rank:
             self.second = SecondCopies(group, self.folder / SECOND / self.lineage.run, options)
         for place in self.places.values():
@@ -114,25 +114,23 @@ class Run:
         """
         group, folder, options = self.group, self.folder, self.options
         # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
-        own = [*self._found, *choice.peers(folder, group), *choice.rescues(options, group)]
-        answers = group.gather([self._sees(), own])
-        candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
-        parts = memory.PartsInMemory(group, options.check) if options.memory_every_steps != 0 else None
-        candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in parts.found()] if parts else []
+        own = [*self._found, *choice.held_by(group, folder, options)]
+        seen, nodes, found = zip(*group.gather([self._sees(), memory.node_id(), own]), strict=True)
+        candidates = [Candidate(rank, nodes[rank], *values) for rank, each in enumerate(found) for values in each]
         if options.compare_every_steps != 0:
-            self.second_rank = next((rank for rank, (seen, _) in enumerate(answers) if rank and not seen), None)
+            self.second_rank = next((rank for rank, sees in enumerate(seen) if rank and not sees), None)
         passed = set[str]()
 
         def copies_in_order() -> Iterator[tuple[str, Callable[[], Copy]]]:
             for line, one in choice.in_order(candidates, known, choice.may_take(options, group), group, folder):
                 passed.add(one.where)
-                yield choice.name_of(one, group, self.places), partial(self._go_on_from, one, line, parts)
+                yield one.words, partial(self._go_on_from, one, line)
 
         self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
         self.saved = group.on_rank0(lambda: self._find_here(passed))
         choice.put_aside_others(folder, self.lineage.run)
 
-    def _go_on_from(self, one: Candidate, line: Lineage | None, parts: memory.PartsInMemory | None) -> Copy:
+    def _go_on_from(self, one: Candidate, line: Lineage | None) -> Copy:
         """The copy, on the `line` of attempts, on all ranks. Raises, on all ranks, Damaged, UserError and PeerLost."""
         options = self.options
 
@@ -144,14 +142,13 @@ class Run:
                 copy = read(Path(one.where), options.check)
             return copy if options.sharded else copy.as_plain()
 
-        if parts is not None and one.kind == PARTS:
-            copy = parts.load(one.step, one.attempt, one.run)
-        else:
-            copy = share(read_it, self.group, source=one.rank)
+        copy = load(one.parts, self.group) if one.parts else share(read_it, self.group, source=one.rank)
         if copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
             copy = replace(copy, path=self.folder / "checkpoints" / copy.path.name)
         self.kind, self._writer = one.kind, copy.record["attempt"]
-        self.words = choice.words_for(one, copy, self.group)
+        self.words = copy.path.name if one.kind < PEER else one.words
+        if one.kind == RESCUE:
+            self.words += "; no finished step was lost"
         if line is not None and line.number > self.lineage.number:  # than what rank 0's disk knows
             self.lineage = line
         elif not self.lineage.number and one.kind == CHECKPOINT:
@@ -163,8 +160,8 @@ class Run:
         if self.newest is not None and self.kind < PEER:
             self._newest_here = self.newest.path
             return self.newest.record
-        for path in reversed(copies.list_copies(self.folder / "checkpoints")):
-            if str(path) not in passed and copies.looks_whole(path):
+        for path in reversed(copies.list_whole(self.folder / "checkpoints")):
+            if str(path) not in passed:
                 with contextlib.suppress(TypeError, LookupError, ValueError):
                     self.options.check(path, record := read_json(path / STATE))
                     self._newest_here = path
@@ -208,10 +205,9 @@ class Run:
         if self.second_rank is not None and not self.parts.wanted:  # of split state it has only a part
             who = f"rank {self.second_rank} on {self.group.hosts[self.second_rank]}"
             self.group.log.info(f"copies {who} keeps the newest checkpoint too: the nodes share no disk")
-        # One of a later step is damaged, or of an attempt that the run went on without
+        # What is of a later step is damaged, or of an attempt that the run went on without
         memory.remove(self.lineage.run, range(self.saved_step + 1, step + 1))
-        self._rescued = step > max(0, self.saved_step)
-        memory.remove(self.lineage.run, range(step, step + 1), parts=True)
+        self._rescued = step > max(0, self.saved_step) and not self.parts.wanted
 
     # Saves ----------------------------------------------------------------------------------------------------
 
