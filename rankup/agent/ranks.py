@@ -244,7 +244,7 @@ class Ranks:
             log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
             code = FAULT
         cause, suspect = (rank.said.cause, rank.said.suspect) if rank.said is not None else ("", None)
-        if code == KILLED:
+        if code == KILLED and not rank.told:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.pump is not None and code != FINISHED:
             cause = last_exception(rank.pump.tail)

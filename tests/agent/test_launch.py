@@ -22,6 +22,7 @@ import pytest
 
 from rankup.agent.logs import host_name
 from rankup.agent.processes import cpu_quota, has_handler
+from rankup.explain import diagnose_files
 from rankup.timing import REPEAT_S
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, Job, ended, environment, free_port, lives, start, wait_for
@@ -262,6 +263,7 @@ def test_job_that_goes_on_with_a_run_gets_the_arguments_of_a_restart(tmp_path: P
 
 
 def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> None:
+    """And none of the faults that explain the end."""
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS + "if rank: sys.exit(7)\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:
         for rank in TWO:
@@ -269,6 +271,7 @@ def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> No
         (tmp_path / "go").touch()
         assert job.wait() == [7], job.output
     assert "rank 0 did not end within 5 s after the others: killed" in job.output
+    assert [each.rank for each in diagnose_files([tmp_path / "runs/job"])] == [1]
 
 
 def test_forked_ranks_are_started_anew_where_their_server_is_killed_and_end_with_their_agent(tmp_path: Path) -> None:
@@ -337,6 +340,7 @@ def test_second_signal_some_seconds_later_ends_it_at_once(tmp_path: Path) -> Non
         job.processes[0].send_signal(signal.SIGINT)
         assert job.wait() == [143], job.output
     wait_for("the end of the ranks", lambda: not any(map(lives, pids)))
+    assert status(tmp_path)["state"] == "stopped"
 
 
 def test_batch_system_that_signals_every_process_is_obeyed_once(tmp_path: Path) -> None:

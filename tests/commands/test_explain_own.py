@@ -2,6 +2,7 @@
 
 import os
 import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,10 @@ def failed_run(run: Path, *log: str, **end: object) -> Path:
 
 def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:
     lost = "lost a peer at step 5: suspected: rank 1 on node1 (MemoryError: ) (exit code 1)"
-    old = "2026-11-20T10:00:00 node0 r0 torch.OutOfMemoryError: CUDA out of memory"
+    old = "2026-11-21T10:00:07 node0 r0 torch.OutOfMemoryError: CUDA out of memory"
     run = failed_run(tmp_path, old, f"2026-11-21T10:00:09 node0 r0 {lost}", code=1, why="MemoryError: ")
+    began_s = datetime(2026, 11, 21, 10, 0, 8).timestamp()  # the last attempt of the job
+    write_json(run / "status" / ATTEMPT / f"progress-{began_s:.2f}.json", {})
     assert [(d.name, d.rank, d.host) for d in diagnose_files([run])] == [("host-memory", 1, "node1")]
 
 
