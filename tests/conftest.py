@@ -85,9 +85,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
 
