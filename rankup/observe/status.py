@@ -255,4 +255,4 @@ def _how(end: dict[str, Any]) -> str:
     after = f"step {end['step']}" if end["step"] else duration(end["lasted_s"])
     if end["code"] is None:
         return f"after {after}: no rank wrote down why: killed, or the machine was lost"
-    return f"after {after}: {end['why']} (exit code {end['code']})"
+    return f"after {after}: " + f"{end['why']} (exit code {end['code']})".lstrip()
