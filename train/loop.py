@@ -16,14 +16,14 @@ from rankup.seeds import derive_seed, seed_everything
 from .config import Config
 from .data.samples import EpochSampler, load_batches, to_device
 from .group import join_options
-from .parallel import METHODS, method_name
+from .parallel import method_class, method_name
 from .parallel.methods import Method
 from .parallel.model import autocast, build_optimizer, compile_model, keep_freed_memory, prepare, rate_at
 from .run import weights
 from .run.evaluation import evaluate, evaluation_loader
 from .run.result import Training, describe, progress, write_result
 from .run.run_directory import check_data, open_run_directory
-from .workloads import Workload, load
+from .workloads.workload import Workload, load
 
 
 def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = False) -> None:
@@ -37,7 +37,7 @@ def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = Fals
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
-    chosen = METHODS[method_name(config, program.rank_env.world_size)]
+    chosen: type[Method] = method_class(method_name(config, program.rank_env.world_size))
     with (
         program.join(run_dir, timeout_s=config.join_timeout_s, **join_options(config, fresh=fresh)) as group,
         chosen(config, group).running() as method,

@@ -8,19 +8,19 @@ from it.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rankup.errors import Stopped, UserError, disk_errors, reason
+from rankup.errors import Stopped, UserError, disk_errors
 from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json, remove_unfinished
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, copies, memory
 from rankup.state.choice import CHECKPOINT, MIRROR, PEER, RESCUE, SECOND, STORE, Candidate
-from rankup.state.copies import STATE, Content
+from rankup.state.copies import STATE
 from rankup.state.parts import Parts, load
 from rankup.state.reading import Copy, newest_whole, read, share
 from rankup.state.saver import Options, Saver, SecondCopies
@@ -47,7 +47,6 @@ class Run:
         self.second_rank: int | None = None
         self.newest: Copy | None = None
         self.kind, self.words = CHECKPOINT, ""
-        self._writer: str | None = None  # the attempt that wrote it
         self._found = list[list[Any]]()  # copies that rank 0 alone reaches: fields of a Candidate from `kind` on
         self._newest_here: Path | None = None  # rank 0's: the copy of which `saved` is the record
         self._rescued = False  # this node may have rescues of the run
@@ -57,10 +56,10 @@ class Run:
     def find(self, stack: contextlib.ExitStack) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options = self.group, self.options
-        values, is_new, self.token = group.on_rank0(lambda: self._take(stack))
+        values, self.token = group.on_rank0(lambda: self._take(stack))
         self.mark = f"{group.attempt}-{self.token[:8]}"  # a launcher may give the id of an attempt twice
         self.lineage = Lineage(**values)
-        self._choose(None if is_new else self.lineage)
+        self._choose()
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = self.newest is not None and self.kind < PEER and group.on_rank0(
             lambda: options.finished(self.newest, read_json(self.folder / RESULT))
@@ -77,9 +76,9 @@ class Run:
             second=self.second, saved=self._note_saved,
         )
 
-    def _take(self, stack: contextlib.ExitStack) -> tuple[dict[str, Any], bool, str]:
-        """Own the folder and the other places, on rank 0. Returns the run there, or one that begins, and whether it
-        does; and the token of the lease. Raises UserError and PeerLost."""
+    def _take(self, stack: contextlib.ExitStack) -> tuple[dict[str, Any], str]:
+        """Own the folder and the other places, on rank 0. Returns the run there, or one that begins, and the token of
+        the lease. Raises UserError and PeerLost."""
         group, options, folder = self.group, self.options, self.folder / "checkpoints"
         may = choice.may_take(options, group)
         agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
@@ -100,19 +99,18 @@ class Run:
                     if place.required:
                         self.owner, self.address = place.lease, place.address
             group.status.claim(self.owner)
-            begun = Lineage.read(self.folder)
+            line = Lineage.read(self.folder) or Lineage.new(group.attempt, group.launch.start)
             self._found += choice.found_in(folder)
-        line = begun or Lineage.new(group.attempt, group.launch.start)
-        return line.values(), begun is None, lease.token
+        return line.values(), lease.token
 
-    def _choose(self, known: Lineage | None) -> None:
+    def _choose(self) -> None:
         """Find the newest state that any rank can reach. All ranks call this.
 
-        `known`: the run that rank 0's folder holds. Raises, on all ranks, UserError where nothing whole is left of a
-        run that has copies, or the run can't be gone on with, and PeerLost where a place does not answer that may hold
-        the newest.
+        Raises, on all ranks, UserError where nothing whole is left of a run that has copies, or the run can't be gone
+        on with, and PeerLost where a place does not answer that may hold the newest.
         """
         group, folder, options = self.group, self.folder, self.options
+        known = self.lineage if self.lineage.number else None  # the run that rank 0's folder holds
         # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
         own = [*self._found, *choice.held_by(group, folder, options)]
         seen, nodes, found = zip(*group.gather([self._sees(), memory.node_id(), own]), strict=True)
@@ -145,7 +143,7 @@ class Run:
         copy = load(one.parts, self.group) if one.parts else share(read_it, self.group, source=one.rank)
         if copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
             copy = replace(copy, path=self.folder / "checkpoints" / copy.path.name)
-        self.kind, self._writer = one.kind, copy.record["attempt"]
+        self.kind = one.kind
         self.words = copy.path.name if one.kind < PEER else one.words
         if one.kind == RESCUE:
             self.words += "; no finished step was lost"
@@ -189,7 +187,8 @@ class Run:
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
         """From here on the run continues what this attempt started from, and no other rescue. All ranks call this.
         `open_files`: rank 0's, of the caller. Raises on all ranks, UserError and PeerLost."""
-        self.lineage.go_on(self.mark, step=step, writer=self._writer)
+        writer = self.newest.record["attempt"] if self.newest is not None else None
+        self.lineage.go_on(self.mark, step=step, writer=writer)
 
         def write() -> None:
             self.owner.check()  # the set-up takes long enough to be frozen in, and replaced
@@ -236,32 +235,6 @@ class Run:
             place.copy(self.saver.folder / f"step-{step:08d}")
         if self.options.save == "sync":
             self.wait()
-
-    def publish(self, step: int, files: Mapping[str, Content]) -> None:
-        """Save these files as a copy: this process ends. Rank 0 calls it, from any thread, while nothing else is
-        written. Raises UserError and PeerLost."""
-        self.saver.write(lambda: copies.save(
-            self.saver.folder, files, step=step, keep=self.options.keep, check_owner=self.owner.check
-        ))
-
-    def leave(self) -> None:
-        """Get the newest copy to the other places: this process is stopped without coming to the end of the loop. The
-        rest as `publish`."""
-        for place in self.places.values():
-            place.finish(stopped=True)
-
-    def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
-        """Write a copy of that step, unless it is saved, to this node's memory. Whether that was done. Any thread calls
-        this, as the process ends. `make_files`: called if they are needed. Raises nothing."""
-        if step <= max(0, self.saved_step):  # a GPU may be behind the host
-            return False
-        try:
-            memory.write_rescue(self.lineage.run, step, self.mark, make_files)
-        except Exception as error:
-            why = f"no rescue, so the next attempt goes on from the newest checkpoint: {reason(error)}"
-            self.group.log.warning(why)
-            return False
-        return True
 
 
 @contextlib.contextmanager
