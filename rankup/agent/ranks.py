@@ -233,7 +233,7 @@ class Ranks:
         await self.links.catch_up()
         if (pump := rank.pump) is not None:
             # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
-            await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S))
+            await in_thread(lambda: pump.thread.join(timing.PRINT_S + timing.LAST_WORD_S))
         self._ended(rank, code)
 
     def _ended(self, rank: Rank, code: int) -> None:

@@ -39,8 +39,6 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
         if as_json:
             return json.dumps(found[0] if folder else found) + "\n"
         return as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
-    except UserError:
-        raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(
             f"status: {folder or runs} must hold files that a run has written, got a damaged status.json, run.json or "
@@ -257,4 +255,4 @@ def _how(end: dict[str, Any]) -> str:
     after = f"step {end['step']}" if end["step"] else duration(end["lasted_s"])
     if end["code"] is None:
         return f"after {after}: no rank wrote down why: killed, or the machine was lost"
-    return f"after {after}: {end['why']} (exit code {end['code']})"
+    return f"after {after}: " + f"{end['why']} (exit code {end['code']})".lstrip()

@@ -218,18 +218,19 @@ def hang_from_the_first_report_on() -> None:
 
 
 def test_fault_of_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
-    text = "say('here')\nif rank == 1: raise ValueError('boom')\nwait_for('never')"
+    text = "say('here')\nif rank == 1: raise MemoryError('boom')\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:
         assert job.wait() == [1], job.output
     assert job.output.count("Traceback") == 1
-    last, what_next = job.output.splitlines()[-2:]
-    assert re.fullmatch(r"rank 1 on \S+ ended with 1 \(ValueError: boom\) \(exit code 1\)", last), job.output
+    known, last, what_next = job.output.splitlines()[-3:]
+    assert known.startswith("this is: the machine's memory was not enough.")
+    assert re.fullmatch(r"rank 1 on \S+ ended with 1 \(MemoryError: boom\) \(exit code 1\)", last), job.output
     run = f"{tmp_path}/runs/job"
     assert what_next == f"`rankup explain {run}` says why, `rankup logs {run}` has all lines"
     found = status(tmp_path)
     assert (found["state"], found["code"]) == ("failed", 1)
-    assert "ValueError: boom" in found["why"]
-    assert found["ranks"]["1"]["why"] == "ValueError: boom"
+    assert "MemoryError: boom" in found["why"]
+    assert found["ranks"]["1"]["why"] == "MemoryError: boom"
 
 
 @pytest.mark.parametrize("code", [139, 171])

@@ -1,7 +1,6 @@
 """Runs of this program that failed, and what explain says of them."""
 
 import os
-import re
 from datetime import datetime
 from pathlib import Path
 
@@ -63,14 +62,6 @@ def test_fault_ends_with_what_it_is_where_that_is_known(
     assert output.count("this is:") == bool(name)
     first = diagnose(output.splitlines())[0]
     assert (first.name, first.seen) == (name, f"RuntimeError: {fault}")
-
-
-def test_known_fault_of_a_script_ends_with_what_it_is(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')")
-    output = forks.ends("launch", "--nproc=2", "--run-dir", tmp_path, script, code=1)
-    assert "this is: the GPU's memory was not enough" in output
-    assert re.search(r"^rank \d on \S+ ended with 1 \(RuntimeError: CUDA out of .*exit code 1\)$", output, re.MULTILINE)
 
 
 def failed_run(run: Path, *log: str, **end: object) -> Path:
