@@ -22,20 +22,15 @@ OWN = {"data_dir", "run_dir", "tensorboard", "tracker", "num_workers"}
 
 
 def join_options(config: Config, *, fresh: bool = False) -> dict[str, Any]:
-    """The arguments of `rankup.Program.join` that `doctor` takes too."""
+    """The arguments of `rankup.Program.join` that `doctor` takes too: what has to be the same on all ranks, by name,
+    and the device."""
     device = None if config.device == "auto" else config.device
     if config.device_ids:  # DataParallel wants the module on the first of its devices
         device = f"cuda:{config.device_ids.split(',')[0]}"
-    settings = {**same_settings(config), "fresh": str(fresh)}
-    return {"settings": settings, "device": device}
-
-
-def same_settings(config: Config) -> dict[str, str]:
-    """What has to be the same on all ranks, by name."""
     spec = None
     if ":" in config.workload:
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(config.workload.partition(":")[0])
     code = CODE + code_of(Path(spec.origin)) if spec and spec.origin else CODE  # the user's file is not imported yet
     settings = {f"setting {name}": json.dumps(value) for name, value in config.model_dump().items() if name not in OWN}
-    return {"program code": code, **settings}
+    return {"settings": {"program code": code, **settings, "fresh": str(fresh)}, "device": device}

@@ -220,16 +220,13 @@ class Agent:
 
     def _hear_signal(self, name: str) -> None:
         """To this agent, or one of its ranks. The first one is told to all agents. One that comes again later is meant.
-        """
+        A node that is to leave a job whose leader is lost tells the next one."""
         if name != "SIGUSR1":
             after_s = time.monotonic() - self._asked_s
             if self._asked_s and after_s > timing.REPEAT_S:
                 self.finish(Verdict(STOPPED, f"{name} again, {after_s:.0f} s after the first: leaving at once"))
             self._asked_s = self._asked_s or time.monotonic()
-        # In a job whose leader is lost just now, the next one hears of it
-        if self.limits is not None and name == "SIGTERM" and (
-            self._leaves or self.say("leaving") or self.attendance.basis["n"]
-        ):
+        if self.limits is not None and name == "SIGTERM" and (self.say("leaving") or self.attendance.basis["n"]):
             if not self._leaves:
                 log.info("SIGTERM: this node leaves, and the job goes on without it")
                 self._leave_for_good(Verdict(STOPPED, "this node was asked to leave"))

@@ -72,7 +72,7 @@ class Lease:
         """Take the run over from an owner that is gone. Raises UserError, naming the owner, where another is alive."""
         try:
             owner = self._begin()
-            if owner and not (owner.get("released") or self._follows(owner)) and self._alive(owner):
+            if owner and not self._follows(owner) and self._alive(owner):
                 raise self._owned_by(owner)
             self._take()
         except BaseException:

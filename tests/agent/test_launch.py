@@ -260,6 +260,7 @@ def test_job_that_goes_on_with_a_run_gets_the_arguments_of_a_restart(tmp_path: P
                 job.processes[0].send_signal(number)
             job.wait()
         given.append((tmp_path / "with-0-0").exists())
+        assert json.loads((tmp_path / "runs/job/lease.json").read_text())["released"] == (number != signal.SIGKILL)
     assert given == [False, True, True, False, False]
 
 

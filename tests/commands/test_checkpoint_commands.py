@@ -131,7 +131,7 @@ def test_folder_of_images_is_predicted(forks: Forks, trained: Path, pictures: Pa
     ("input", "nowhere", "--input must be an image or a folder of images, got {0}/nowhere, where there is none."),
     ("input", "empty", "--input must be an image or a folder of images, got {0}/empty, where there is none."),
     ("input", "notes.png", "{0}/notes.png"),
-    ("output", "notes.png/out.csv", "--output must be a file that can be written, got {0}/notes.png/out.csv"),
+    ("output", "notes.png/out.csv", "{0}/notes.png/out.csv: cannot be written ("),
     ("output", "out.xlsx", '--output must be a .csv file, got "{0}/'),
 ])
 def test_prediction_that_cannot_be_is_one_line(

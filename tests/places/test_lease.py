@@ -20,7 +20,7 @@ import pytest
 
 import rankup.places.lease
 from rankup.errors import UserError
-from rankup.places.lease import Lease
+from rankup.places.lease import Lease, kernel_id
 from tests.rigs.checkpoints import steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, result
@@ -119,8 +119,8 @@ def test_lease_of_an_owner_that_is_gone_is_taken_at_once(tmp_path: Path, number:
         if number is None:
             process.communicate("")
         else:
-            process.send_signal(number)
-            process.wait()
+            rankup.places.lease.LOCK_S = FOR_EVER_S
+            threading.Timer(0.2, process.send_signal, [number]).start()  # it may take a moment to end
         assert held(tmp_path)["released"] == (number is None)
         with Lease(tmp_path, "second", life_s=FOR_EVER_S):
             assert held(tmp_path)["attempt"] == "second"
@@ -166,6 +166,17 @@ def test_workers_forked_by_the_owner_do_not_keep_its_lock(tmp_path: Path) -> Non
         os.close(writing)
         os.waitpid(child, 0)
         os.close(reading)
+
+
+@pytest.mark.parametrize("beat", [1, 2])
+def test_lines_are_taken_over_where_the_last_owner_may_have_had_no_time_for_it(beat: int, tmp_path: Path) -> None:
+    """The one before that may wake up, and has the file open."""
+    killed = {"token": "second", "kernel": kernel_id(), "beat": beat, "released": False}
+    (tmp_path / "lease.json").write_text(json.dumps(killed))
+    (opened := tmp_path / "metrics.jsonl").touch()
+    number = opened.stat().st_ino
+    with Lease(tmp_path, "third"):
+        assert (opened.stat().st_ino != number) == (beat == 1)
 
 
 # Without locks, and other machines ----------------------------------------------------------------------------

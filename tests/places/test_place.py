@@ -1,5 +1,6 @@
 """A run in a real S3 server that is slow, deaf, full or denies access, through s3fs."""
 
+import asyncio
 import random
 import socket
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rankup.agent.lead import id_of
 from rankup.errors import PeerLost, UserError
 from rankup.places import place
 from rankup.places.files import staged, write_atomically
@@ -168,3 +170,5 @@ def test_a_store_without_conditions_is_said(bucket: Bucket, monkeypatch: pytest.
         assert bucket.said == [
             f"{bucket.url} knows no conditional writes: two attempts that begin in the same second may both train"
         ]
+    with pytest.raises(UserError, match="--shared-dir must know conditional writes"):
+        asyncio.run(id_of(bucket.url))

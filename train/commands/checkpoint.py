@@ -102,9 +102,12 @@ def predict(config: Config, program: Program, run_dir: Path, options: Predict) -
             {"input": name_of(index), "label": label, "probability": round(probability, 6)}
             for index, label, probability in sorted(row for part in group.gather(own) for row in part)
         ]
-        output = Path(options.output)
-        group.on_rank0(lambda: _write_rows(output, rows))
-        program.log.info(f"{len(rows)} predictions in {output}")
+        file = io.StringIO()
+        writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        group.on_rank0(lambda: _write(Path(options.output), file.getvalue()))
+        program.log.info(f"{len(rows)} predictions in {options.output}")
 
 
 @torch.no_grad()
@@ -126,21 +129,12 @@ def _predict_share(
     return rows
 
 
-def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Raises UserError if it can't be written."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    try:
-        _write(path, file.getvalue())
-    except OSError as error:
-        raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None
-
-
 def _write(path: Path, text: str) -> None:
-    """The complete file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """The complete file or none. Raises UserError if it can't be written."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
-    staging.write_text(text, encoding="utf-8", newline="")
-    staging.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging.write_text(text, encoding="utf-8", newline="")
+        staging.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}). Make room for it, or name another.") from None
