@@ -155,7 +155,7 @@ class Job:
             yield self.epoch
             self.stop_here()
             # A loader that each epoch builds anew would stay alive, and its lasting workers with it
-            used = {id(source.loader) for source in self.live.sources}
+            used = {id(source.loader) for source in self.live.sources.values()}
             self._batches = {key: each for key, each in self._batches.items() if key in used}
             self.live.begin_epoch()
             if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
@@ -243,7 +243,7 @@ class Job:
         position, live = self.position, self.live
         if live.epoch != position.epoch:
             position.changes = live.changes_to_repeat = 0
-        position.epoch, position.streams = live.epoch, [*live.streams]
+        position.epoch, position.streams, position.loaders = live.epoch, [*live.streams], [*live.loaders]
         self.saving.loader_states = live.loader_states()
         self.tracked.commit()
 
