@@ -250,6 +250,12 @@ def test_loaders_that_begin_again_at_stop_iteration_go_on_where_each_was(forks: 
     assert said(ran(forks, tmp_path, text), "seen") == str([(n % 4, n % 7) for n in range(20)])
 
 
+@pytest.mark.parametrize("block", ["step", "change"])
+def test_save_inside_a_block_is_refused_and_a_log_is_not(forks: Forks, tmp_path: Path, block: str) -> None:
+    text = f"import rankup\njob = rankup.init('run')\nwith job.{block}():\n    job.log(n=1)\n    job.save()\n"
+    assert "save: it must stand outside job.step and job.change" in ran(forks, tmp_path, text, code=2)
+
+
 def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) -> None:
     """A resume between them goes on with the next batch."""
     text = (
