@@ -63,7 +63,7 @@ def init(
     resumed.
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
-    run = Path(run or Path("runs", script_name()))
+    run = Path(run or Path("runs", script_name())).absolute()  # the script may change its folder
 
     def check(path: Path, record: dict[str, Any]) -> None:
         if record["seed"] != seed:

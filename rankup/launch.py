@@ -17,7 +17,7 @@ from rankup.agent.script import Script
 from rankup.env.node_env import Limits, read_node_env
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError, disk_errors
 from rankup.places.files import read_json
-from rankup.state.copies import STATE, list_copies, looks_whole
+from rankup.state.copies import STATE, list_whole
 
 log = logging.getLogger("rankup")
 
@@ -79,7 +79,7 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
 def _changes(run: str, runs: Path) -> list[tuple[int, int]]:
     """From which step on that run had how many ranks."""
     path = next((path for path in (Path(run), runs / run) if path.is_dir()), Path(run))
-    whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)]
+    whole = list_whole(path / "checkpoints")
     changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("world_sizes") if whole else None
     if not changes:
         raise UserError(f"--replay must be a run whose number of nodes could change, got {run}.")

@@ -16,14 +16,14 @@ from rankup.seeds import derive_seed, seed_everything
 from .config import Config
 from .data.samples import EpochSampler, load_batches, to_device
 from .group import join_options
-from .parallel import METHODS, method_name
+from .parallel import method_class, method_name
 from .parallel.methods import Method
 from .parallel.model import autocast, build_optimizer, compile_model, keep_freed_memory, prepare, rate_at
 from .run import weights
 from .run.evaluation import evaluate, evaluation_loader
 from .run.result import Training, describe, progress, write_result
 from .run.run_directory import check_data, open_run_directory
-from .workloads import Workload, load
+from .workloads.workload import Workload, load
 
 
 def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = False) -> None:
@@ -37,7 +37,7 @@ def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = Fals
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
-    chosen = METHODS[method_name(config, program.rank_env.world_size)]
+    chosen: type[Method] = method_class(method_name(config, program.rank_env.world_size))
     with (
         program.join(run_dir, timeout_s=config.join_timeout_s, **join_options(config, fresh=fresh)) as group,
         chosen(config, group).running() as method,
@@ -70,7 +70,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     order = build_order(config, group, workload)
     total_steps = config.max_steps or config.epochs * len(order)
     log.info(describe(config, group, workload, order))
-    if group.world_size > 1 and not method.every_rank_has_all:
+    if group.world_size > 1 and not method.replicates_state:
         log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest copy")
     job.saving.about = {"steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()}
     job.course.unit, job.course.per_step, job.course.total = workload.unit, config.batch_size, total_steps
@@ -146,6 +146,7 @@ def step(t: Training, batches: list[tuple[float, Any]]) -> None:
             with job.backward(loss):  # it holds the all-reduce of the gradients
                 t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach().to(job.device)
+    t.method.wait_for_gradients(t.optimizer)
     rate = rate_at(config, job.step_number, total_steps=t.total_steps, steps_per_epoch=t.steps_per_epoch)
     with job.step(loss=total, lr=rate):
         for group in t.optimizer.param_groups:

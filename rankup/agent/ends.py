@@ -79,7 +79,7 @@ class End:
         """What the files of a run say of it."""
         return {
             "rank": self.rank, "host": self.host, "state": _state_of(self.code), "code": self.code, "why": self.cause,
-            "step": self.step, "suspect": self.suspect,
+            "step": self.step, "suspect": self.suspect, "told": self.told,
         }
 
     @staticmethod
@@ -96,6 +96,13 @@ class End:
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} ended with {self.code}" + (f" ({self.cause})" if self.cause else "")
+
+
+def cause_of(ends: Sequence[End]) -> tuple[int, End]:
+    """The code that these ends mean together, and the one that says why. `ends`: as for `root_cause`, at least one."""
+    # All that the others say is that they lost somebody, whatever their code
+    code = root_cause([end.code if end.explains else PEER_LOST for end in ends])
+    return code, next((end for end in sorted(ends, key=lambda end: not end.explains) if end.code == code), ends[0])
 
 
 def _state_of(code: int) -> str:
@@ -136,11 +143,9 @@ class Ends:
         self._ends = {}
         if not ends:
             return Verdict(STOPPED if self.stopped_by else None)
-        # All that the others say is that they lost somebody, whatever their code
-        code = root_cause([end.code if end.explains else PEER_LOST for end in ends])
+        code, cause = cause_of(ends)
         if code == PEER_LOST and (self.stopped_by or changing):
             code = STOPPED
-        cause = next((end for end in sorted(ends, key=lambda end: not end.explains) if end.code == code), ends[0])
         if code == STOPPED and changing and not self.stopped_by:
             self.restarts += 1
             return Verdict(None)

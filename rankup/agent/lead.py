@@ -80,7 +80,9 @@ class Lead:
             self.status.held.close()
 
     async def close(self) -> None:
-        """Leave once the others have heard how the job ends."""
+        """Leave once the others have heard how the job ends: after a second signal they have not."""
+        if self.ends.stopped_by and not self.leader.over:
+            self._end(Verdict(STOPPED, self.ends.stopped_by))
         until_s = time.monotonic() + timing.FAREWELL_S
         while len(self.leader.seats.members) > 1 and time.monotonic() < until_s:
             await asyncio.sleep(timing.POLL_S)

@@ -255,7 +255,7 @@ def announce_stacks(
 class Pump:
     """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
     host. A rank that prints faster than these take it waits at its full pipe. `outputs`: for the rank; the caller
-    closes its own."""
+    closes its own. `thread`: ends once all that the rank printed is written."""
 
     def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
         """Raises UserError where its file can't be written."""
@@ -263,19 +263,13 @@ class Pump:
         self._tail = deque[str](maxlen=TAIL)
         (stdout, out), (stderr, error) = os.pipe(), os.pipe()
         self.outputs = [out, error]
-        self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
+        self.thread.start()
 
     @property
     def tail(self) -> str:
         """The last lines."""
         return "\n".join(self._tail.copy())
-
-    def drained(self, timeout_s: float) -> bool:
-        """Wait until all that the rank printed is written; False where processes that it left behind hold its output
-        open, or a disk hangs."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _read(self, pipes: dict[int, str]) -> None:
         rest, poll = dict.fromkeys(pipes, b""), select.poll()

@@ -233,7 +233,7 @@ class Ranks:
         await self.links.catch_up()
         if (pump := rank.pump) is not None:
             # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
-            await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S))
+            await in_thread(lambda: pump.thread.join(timing.PRINT_S + timing.LAST_WORD_S))
         self._ended(rank, code)
 
     def _ended(self, rank: Rank, code: int) -> None:
@@ -244,7 +244,7 @@ class Ranks:
             log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
             code = FAULT
         cause, suspect = (rank.said.cause, rank.said.suspect) if rank.said is not None else ("", None)
-        if code == KILLED:
+        if code == KILLED and not rank.told:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.pump is not None and code != FINISHED:
             cause = last_exception(rank.pump.tail)

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -35,7 +34,6 @@ LEAST_CPU = 0.75  # of a CPU for each thread: a thread of ours waits now and the
 LEAST_MEMORY = 1024 * MIB  # for each rank: torch and the smallest model take about half of it
 LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
 LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
-LEAST_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class Report:
 
 
 def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Finding]:
-    """CPUs, memory and open files that this process may use; in a container they are fewer than the machine's.
+    """CPUs and memory that this process may use; in a container they are fewer than the machine's.
 
     `ranks`: on this node, with `threads` threads each. `root`: of the file system, for tests.
     """
@@ -136,9 +134,6 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
     # Without a limit the kernel counts for the whole machine: any process, at any time
     if least is not None and (killed := oom_kills(root)):
         yield problem("killed", count=killed)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        yield problem("files", soft=soft)
 
 
 def shared_memory(*, num_workers: int) -> Iterator[Finding]:

@@ -90,10 +90,10 @@ def _of_run(directory: Path) -> Iterator[Log]:
     status = read_json(directory / "status.json")
     if status.get("state") == "finished":
         return  # whatever went wrong in earlier attempts was overcome
-    attempt = str(status.get("attempt", ""))
-    ends = []
-    for end in map(read_json, sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else ()):
-        if end.get("state") == "failed":
+    attempt, ends = str(status.get("attempt", "")), []
+    folder = directory / "status" / attempt
+    for end in map(read_json, sorted(folder.glob("rank-*.json"))):
+        if end.get("state") == "failed" and not end.get("told"):
             # A user's mistake is marked as on the terminal
             code, why = end.get("code"), end.get("why")
             text = f"error: {why}" if code == 2 else f"{why} (exit code {code})"
@@ -102,6 +102,9 @@ def _of_run(directory: Path) -> Iterator[Log]:
         yield Log(ends, "status", failed=True)
     began = re.match(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)", attempt)
     since = "{}-{}-{}T{}:{}:{}".format(*began.groups()) if began else ""
+    for path in folder.glob("progress-*.json"):  # of a restart: its id has the time when the job began
+        if found := re.fullmatch(r"progress-(\d+)\.\d+", path.stem):
+            since = max(since, datetime.fromtimestamp(int(found[1])).isoformat())
     for path in rank_logs(directory):
         yield Log(read_lines(path, since=since), path.name, _rank_in(path.name))
 

@@ -22,7 +22,6 @@ from rankup.errors import PeerLost
 from rankup.group.group import Group
 from rankup.places.files import open_regular
 from rankup.seeds import derive_seed, seed_everything, state_kept
-from rankup.state import memory
 from rankup.state.run import Run
 from rankup.state.tree import place_of
 from rankup.timing import SHARE
@@ -208,8 +207,7 @@ class Agreement:
     def _distrust(self) -> None:
         """This rank rescues nothing from now on, and its parts in memory go. While `deciding` is held."""
         self.wrong = True
-        self._parts.wait()
-        memory.remove(self._run, parts=True)
+        self._parts.distrust()
 
     def _names(self, ranks: list[int], between: str = ", ") -> str:
         return between.join(f"rank {rank} on {self.group.hosts[rank]}" for rank in ranks)

@@ -95,8 +95,8 @@ def check_record(path: Path, record: dict[str, Any], *, more: Check) -> None:
 class Settings(Options):
     """The arguments of `init`, and more that a program may set when it opens its job itself.
 
-    `share_all`: all ranks get rank 0's buffers of all modules, not only of modules in DDP. `can_rescue`: a rank that
-    lost another one still holds the whole last commit. `tracker`: mlflow or wandb, which gets the settings `shown`.
+    `share_all`: all ranks get rank 0's buffers of all modules, not only of modules in DDP. `tracker`:
+    mlflow or wandb, which gets the settings `shown`.
     """
 
     seed: int
@@ -105,7 +105,6 @@ class Settings(Options):
     tensorboard: bool = True
     step_timeout_s: float = 600.0
     share_all: bool = False
-    can_rescue: bool = True
     tracker: str = "none"
     shown: dict[str, Any] = field(default_factory=dict)
 

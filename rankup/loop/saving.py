@@ -7,17 +7,18 @@ import time
 from collections import deque
 from copy import copy
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from rankup.errors import UserError
+from rankup.errors import UserError, reason
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.record import FORMAT, VERSIONS, Figures, Settings
 from rankup.loop.tracked import Tracked, gathered
 from rankup.observe.metrics import Position
-from rankup.state import tree
+from rankup.state import copies, memory, tree
 from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of, to_json
 from rankup.state.reading import Copy, CopyFiles
@@ -247,12 +248,6 @@ class Saving:
 
     # The end of a process: any thread ---------------------------------------------------------------------------
 
-    @property
-    def _can_rescue(self) -> bool:
-        """Whether this rank alone holds all that the next attempt needs."""
-        tracked = self.tracked
-        return bool(tracked.items) and self.settings.can_rescue and not tracked.split and not self.agreement.wrong
-
     def keep(self) -> None:
         """Write the last commit to this node's memory. The loop never goes on afterwards.
 
@@ -264,16 +259,23 @@ class Saving:
         settled = group.stop.requested and self.position.step == group.record.confirmed
         if settled and group.is_rank0 and not hangs and self.keep_for_stop():
             return  # another rank has left before it came to the step at which all stop
-        position = None
-        if self._can_rescue and self.position.step > max(0, self.run.saved_step):
+        position, holds_all = None, bool(self.tracked.items) and not self.tracked.split
+        if holds_all and not self.agreement.wrong and self.position.step > max(0, self.run.saved_step):
             position = self.commit_lock.stop()
             if position is None:
                 self.group.log.warning(
                     "no rescue by this rank: it was changing the weights. Another's counts, or the newest checkpoint"
                 )
-        if position is None or not self.run.rescue(position.step, lambda: self._files(copy(position))):
-            self.run.parts.wait()
-            self.run.saver.wait()
+        try:
+            if position is not None and position.step > max(0, self.run.saved_step):  # a GPU may be behind the host
+                make = partial(self._files, copy(position))
+                memory.write_rescue(self.run.lineage.run, position.step, self.run.mark, make)
+                return
+        except Exception as error:
+            why = f"no rescue, so the next attempt goes on from the newest checkpoint: {reason(error)}"
+            self.group.log.warning(why)
+        self.run.parts.wait()
+        self.run.saver.wait()
 
     def keep_for_stop(self) -> str:
         """Write it, on rank 0 as a copy in its place: the job may go on on other machines. Returns what to say of it;
@@ -286,23 +288,23 @@ class Saving:
         if self.agreement.wrong:
             return f"{signal}: this rank's state may be wrong, so it was not saved"
         if not self.group.is_rank0:
-            if not self._can_rescue:
-                return ""  # it leaves where rank 0 does
             self.keep()
             return self.stopped()
         saver = self.run.saver
         saver.wait()
         position = self.commit_lock.stop()
-        if position is None and self.commit_lock.busy and (self.group.world_size == 1 or not self._can_rescue):
-            return ""  # a long step, or one in which ranks wait for each other: it stops once that is done
+        if position is None and self.commit_lock.busy and self.group.world_size == 1:
+            return ""  # a long step: it stops once that is done
         if position is None:
             return f"{signal}: in the middle of changing the weights, so nothing newer was saved"
         position = copy(position)
         newest = list_copies(saver.folder)  # the loop may not have noticed yet that a save has ended
         if position.step > (step_of(newest[-1]) if newest else 0):
             self.figures.metrics.flush()
-            self.run.publish(position.step, self._files(position))
-        self.run.leave()
+            save = partial(copies.save, saver.folder, self._files(position), step=position.step, keep=saver.keep)
+            saver.write(lambda: save(check_owner=saver.check_owner))
+        for place in self.run.places.values():
+            place.finish(stopped=True)
         return self.stopped()
 
     def _files(self, position: Position) -> dict[str, Content]:

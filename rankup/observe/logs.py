@@ -83,7 +83,9 @@ def find_run(runs: Path, name: str) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("status.json", "run.json")) or bool(rank_logs(folder))
+    with suppress(OSError):  # others' runs may lie in the same folder, and not be open to this user
+        return any((folder / name).is_file() for name in ("status.json", "run.json")) or bool(rank_logs(folder))
+    return False
 
 
 def rank_logs(folder: Path, wanted: Collection[int] = ()) -> list[Path]:

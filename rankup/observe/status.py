@@ -18,9 +18,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rankup.agent.ends import Report
+from rankup.agent.ends import End, Report, cause_of
 from rankup.env.rank_env import ranges
-from rankup.errors import UserError, root_cause
+from rankup.errors import UserError
 from rankup.observe.goodput import duration, goodput, one_line, read_reports
 from rankup.observe.logs import find_run, is_run
 from rankup.places.files import read_json
@@ -39,8 +39,6 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
         if as_json:
             return json.dumps(found[0] if folder else found) + "\n"
         return as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
-    except UserError:
-        raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(
             f"status: {folder or runs} must hold files that a run has written, got a damaged status.json, run.json or "
@@ -111,12 +109,11 @@ def _ranks(summary: dict[str, Any], live: Report | None) -> list[dict[str, Any]]
 def _end(run_dir: Path, report: Report) -> dict[str, Any]:
     """How an earlier attempt ended, as its ranks wrote it down; code and reason are those of the cause."""
     files = sorted((run_dir / "status" / report.attempt).glob("rank-*.json"))
-    ends = [end for path in files if (end := read_json(path))]
-    code = root_cause([end["code"] for end in ends]) if ends else None
-    cause = next((end for end in ends if end["code"] == code), {})
+    ends = [End.read({"told": False, **end, "cause": end["why"]}, end["host"]) for end in map(read_json, files) if end]
+    cause = cause_of(ends)[1] if ends else None
     return {
-        "attempt": report.attempt, "time": report.time, "step": report.step, "code": code, "why": cause.get("why", ""),
-        "lasted_s": report.time - report.began,
+        "attempt": report.attempt, "time": report.time, "step": report.step, "code": cause.code if cause else None,
+        "why": cause.cause if cause else "", "lasted_s": report.time - report.began,
     }
 
 
@@ -222,7 +219,7 @@ def _rank_table(run: dict[str, Any], now: float) -> Table:
 
     def stands(rank: dict[str, Any]) -> tuple[Any, ...]:
         silent = now - rank.get("seen", now) > RUN_SILENT_S
-        return rank["host"], rank.get("state"), rank.get("phase"), rank.get("waiting"), silent
+        return rank["host"], rank.get("state"), rank.get("code"), rank.get("phase"), rank.get("waiting"), silent
 
     for _, group in groupby(run["ranks"], key=stands):
         alike = list(group)
@@ -258,4 +255,4 @@ def _how(end: dict[str, Any]) -> str:
     after = f"step {end['step']}" if end["step"] else duration(end["lasted_s"])
     if end["code"] is None:
         return f"after {after}: no rank wrote down why: killed, or the machine was lost"
-    return f"after {after}: {end['why']} (exit code {end['code']})"
+    return f"after {after}: " + f"{end['why']} (exit code {end['code']})".lstrip()

@@ -5,8 +5,9 @@ wrote it, because a node 0 that comes back with an empty disk does not know whic
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
 from rankup.state.copies import STATE, about, list_copies, step_of
 from rankup.state.memory import list_held
-from rankup.state.reading import Copy
 from rankup.state.saver import Options
-from rankup.state.second_place import SecondPlace
 
 SECOND = "copies"  # in the run directory of another node than rank 0's: copies by the id of their run
 CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is preferred, of two of the same step
@@ -27,16 +26,33 @@ CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is prefer
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A copy that `rank` can reach. `attempt`: the mark of the one that wrote it, "" as `run` is where that can't be
-    read. `lineage`: of that attempt, for a copy that is not in rank 0's folder."""
+    """A copy that `rank` can reach on `node`. `words`: what it is, for the user. `attempt`: the mark of the one that
+    wrote it, "" as `run` is where that can't be read. `lineage`: of that attempt, for a copy that is not in rank 0's
+    folder. `ranks`: whose part of the state it is, and `parts`: with which others it is whole."""
 
     rank: int
+    node: str
     kind: int
     where: str
+    words: str
     step: int
     attempt: str
     run: str
     lineage: dict[str, Any] | None = None
+    ranks: Sequence[int] = ()
+    parts: Sequence["Candidate"] = ()
+
+
+def distinct(found: Iterable[Candidate], world_size: int) -> list[Candidate]:
+    """Each copy once, though the ranks of a node list the same files; parts that together are of all ranks as one, and
+    no others."""
+    once = {(one.node, one.where): one for one in sorted(found, key=lambda one: -one.rank)}
+    parts = defaultdict[tuple[int, str, str], list[Candidate]](list)
+    for one in once.values():
+        if one.kind == PARTS:
+            parts[one.step, one.attempt, one.run].append(one)
+    whole = [each for each in parts.values() if {rank for one in each for rank in one.ranks} >= {*range(world_size)}]
+    return [one for one in once.values() if one.kind != PARTS] + [replace(each[0], parts=each) for each in whole]
 
 
 def in_order(
@@ -46,9 +62,7 @@ def in_order(
     """The copies in the order in which to try them, with the line that each is on: the newest on the line that knows
     most, then what else rank 0 has, then lines that know less. `known`: rank 0's line. Raises UserError where rank 0
     has nothing, and the others know several runs."""
-    # Ranks of one node list the same files
-    once = {(group.hosts[one.rank], one.where): one for one in sorted(candidates, key=lambda one: -one.rank)}
-    left = sorted(once.values(), key=lambda one: (-one.step, one.kind, one.rank))
+    left = sorted(distinct(candidates, len(group.hosts)), key=lambda one: (-one.step, one.kind, one.rank))
     lines = [(one, Lineage(**one.lineage)) for one in left if one.lineage is not None]
     lines = [(one, line) for one, line in lines if (line.run == known.run if known else wanted(line))]
 
@@ -76,53 +90,38 @@ def in_order(
 
 
 def found_in(folder: Path) -> list[list[Any]]:
-    """The copies in rank 0's folder, the newest first. What can't be read is one too, to be found damaged."""
-    found = reversed(list_copies(folder))
-    return [[CHECKPOINT, str(path), *about(read_json(path / STATE), step_of(path))] for path in found]
+    """The copies in rank 0's folder, the newest first, as fields of a Candidate from `kind` on. What can't be read is
+    one too, to be found damaged."""
+    return [
+        [CHECKPOINT, str(path), f"checkpoint {path.name}", *about(read_json(path / STATE), step_of(path))]
+        for path in reversed(list_copies(folder))
+    ]
 
 
-def peers(folder: Path, group: Group) -> Iterator[list[Any]]:
-    """Second copies on this rank's disk."""
+def held_by(group: Group, folder: Path, options: Options) -> Iterator[list[Any]]:
+    """What any rank may reach, in the same way: second copies on its disk, and what its node's memory holds of this run
+    with these settings."""
     for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
         record = read_json(path / STATE)
         of, line = about(record, step_of(path)), Lineage.of(record.get("lineage"))
         if line is not None:
-            yield [PEER, str(path), *of, line.values()]
+            words = f"step {of[0]}, the second copy on {group.hosts[group.rank]} (rank {group.rank})"
+            yield [PEER, str(path), words, *of, line.values()]
         else:
             group.log.warning(f"the copy {path} was passed over: its state.json is missing or damaged")
-
-
-def rescues(options: Options, group: Group) -> Iterator[list[Any]]:
-    """What this rank's node holds in memory of this run with these settings."""
     for path in list_held():
         record = read_json(path / STATE)
         with contextlib.suppress(TypeError, LookupError, ValueError):
             options.check(path, record)
-            # Memory holds rescues of other jobs too: only this one's says which run to go on with
-            line = Lineage.of(record.get("lineage"))
-            known = line.values() if line is not None and group.launch.agent and of_this_job(line, group) else None
-            yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"]), known]
-
-
-def name_of(one: Candidate, group: Group, stores: Mapping[int, SecondPlace]) -> str:
-    """For the user, of a damaged one."""
-    if one.kind == PEER:
-        return f"the second copy {Path(one.where).name} on {group.hosts[one.rank]} (rank {one.rank})"
-    if one.kind in (RESCUE, PARTS):
-        return f"the rescue {one.where}" if one.kind == RESCUE else f"the state of step {one.step} in memory"
-    of = f" of {stores[one.kind].called}" if one.kind in stores else ""
-    return f"checkpoint {Path(one.where).name}{of}"
-
-
-def words_for(one: Candidate, copy: Copy, group: Group) -> str:
-    """For the user: what the run goes on from."""
-    if one.kind < PEER:
-        return copy.path.name
-    if one.kind == RESCUE:
-        return f"step {copy.step}, rescued by {copy.record['written_by']}; no finished step was lost"
-    if one.kind == PARTS:
-        return f"step {copy.step}, of which each rank's part was in memory"
-    return f"step {copy.step}, the second copy on {group.hosts[one.rank]} (rank {one.rank})"
+            of = step_of(path), str(record["attempt"]), str(record["run"])
+            if "." not in path.parent.name:
+                # Memory holds rescues of other jobs too: only this one's says which run to go on with
+                line = Lineage.of(record.get("lineage"))
+                known = line.values() if line is not None and group.launch.agent and of_this_job(line, group) else None
+                yield [RESCUE, str(path), f"step {of[0]}, rescued by {record['written_by']}", *of, known]
+            elif options.memory_every_steps != 0 and record["world_size"] == group.world_size:
+                words = f"step {of[0]}, of which each rank's part was in memory"
+                yield [PARTS, str(path), words, *of, None, [int(rank) for rank in record["ranks"]]]
 
 
 def put_aside_others(folder: Path, run: str) -> None:

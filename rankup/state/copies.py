@@ -75,9 +75,14 @@ def list_copies(directory: Path) -> list[Path]:
     return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), not pair[0][2]))]
 
 
+def list_whole(directory: Path) -> list[Path]:
+    """Those that look whole, oldest first."""
+    return [path for path in list_copies(directory) if looks_whole(path)]
+
+
 def step_of(path: Path) -> int:
-    """The step in the name of a copy's folder."""
-    return int(path.name.removeprefix("step-").split(".")[0])
+    """The step in the name of a copy's folder, here or at another place."""
+    return int(path.name.split("-")[1].partition(".")[0])
 
 
 def about(record: dict[str, Any], step: int) -> tuple[int, str, str]:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from rankup.errors import UserError
+from rankup.errors import UserError, disk_errors
 from rankup.group.group import Group
 from rankup.places.files import open_regular, staged
 from rankup.places.lease import RUN_ID
@@ -224,11 +224,6 @@ def export(copy: Copy, file: Path, *, item: str = "") -> str:
     if item and item not in items:
         raise UserError(f"--item must be one of {', '.join(items)}, got {item}.")
     state = items[item] if item else items
-    try:
-        with staged(file) as staging, staging.open("wb") as opened:
-            torch.save(state, opened)
-            opened.flush()
-            size = opened.tell()
-    except OSError as error:
-        raise UserError(f"export: the file must be one that can be written, got {file}: {error.strerror}.") from None
-    return f"{file}: {item or ', '.join(items)} of step {copy.step}, {size / 1e6:.1f} MB"
+    with disk_errors("export", file.parent), staged(file) as staging, staging.open("wb") as opened:
+        torch.save(state, opened)
+    return f"{file}: {item or ', '.join(items)} of step {copy.step}, {file.stat().st_size / 1e6:.1f} MB"

@@ -8,19 +8,20 @@ from it.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rankup.errors import Stopped, UserError, disk_errors, reason
+from rankup.errors import Stopped, UserError, disk_errors
 from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json, remove_unfinished
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, copies, memory
-from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, SECOND, STORE, Candidate
-from rankup.state.copies import STATE, Content
+from rankup.state.choice import CHECKPOINT, MIRROR, PEER, RESCUE, SECOND, STORE, Candidate
+from rankup.state.copies import STATE
+from rankup.state.parts import Parts, load
 from rankup.state.reading import Copy, newest_whole, read, share
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.second_place import SecondPlace
@@ -46,7 +47,6 @@ class Run:
         self.second_rank: int | None = None
         self.newest: Copy | None = None
         self.kind, self.words = CHECKPOINT, ""
-        self._writer: str | None = None  # the attempt that wrote it
         self._found = list[list[Any]]()  # copies that rank 0 alone reaches: fields of a Candidate from `kind` on
         self._newest_here: Path | None = None  # rank 0's: the copy of which `saved` is the record
         self._rescued = False  # this node may have rescues of the run
@@ -56,18 +56,17 @@ class Run:
     def find(self, stack: contextlib.ExitStack) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options = self.group, self.options
-        values, is_new, self.token = group.on_rank0(lambda: self._take(stack))
+        values, self.token = group.on_rank0(lambda: self._take(stack))
         self.mark = f"{group.attempt}-{self.token[:8]}"  # a launcher may give the id of an attempt twice
         self.lineage = Lineage(**values)
-        self._choose(None if is_new else self.lineage)
+        self._choose()
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = self.newest is not None and self.kind < PEER and group.on_rank0(
             lambda: options.finished(self.newest, read_json(self.folder / RESULT))
         )
         if self.finished:
             memory.remove(self.lineage.run)
-            memory.remove(self.lineage.run, parts=True)
-        self.parts = memory.Parts(group, self.lineage.run, options.memory_every_steps)
+        self.parts = Parts(group, self.lineage.run, options.memory_every_steps)
         if self.second_rank == group.rank:
             self.second = SecondCopies(group, self.folder / SECOND / self.lineage.run, options)
         for place in self.places.values():
@@ -77,9 +76,9 @@ class Run:
             second=self.second, saved=self._note_saved,
         )
 
-    def _take(self, stack: contextlib.ExitStack) -> tuple[dict[str, Any], bool, str]:
-        """Own the folder and the other places, on rank 0. Returns the run there, or one that begins, and whether it
-        does; and the token of the lease. Raises UserError and PeerLost."""
+    def _take(self, stack: contextlib.ExitStack) -> tuple[dict[str, Any], str]:
+        """Own the folder and the other places, on rank 0. Returns the run there, or one that begins, and the token of
+        the lease. Raises UserError and PeerLost."""
         group, options, folder = self.group, self.options, self.folder / "checkpoints"
         may = choice.may_take(options, group)
         agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
@@ -100,39 +99,36 @@ class Run:
                     if place.required:
                         self.owner, self.address = place.lease, place.address
             group.status.claim(self.owner)
-            begun = Lineage.read(self.folder)
+            line = Lineage.read(self.folder) or Lineage.new(group.attempt, group.launch.start)
             self._found += choice.found_in(folder)
-        line = begun or Lineage.new(group.attempt, group.launch.start)
-        return line.values(), begun is None, lease.token
+        return line.values(), lease.token
 
-    def _choose(self, known: Lineage | None) -> None:
+    def _choose(self) -> None:
         """Find the newest state that any rank can reach. All ranks call this.
 
-        `known`: the run that rank 0's folder holds. Raises, on all ranks, UserError where nothing whole is left of a
-        run that has copies, or the run can't be gone on with, and PeerLost where a place does not answer that may hold
-        the newest.
+        Raises, on all ranks, UserError where nothing whole is left of a run that has copies, or the run can't be gone
+        on with, and PeerLost where a place does not answer that may hold the newest.
         """
         group, folder, options = self.group, self.folder, self.options
+        known = self.lineage if self.lineage.number else None  # the run that rank 0's folder holds
         # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
-        own = [*self._found, *choice.peers(folder, group), *choice.rescues(options, group)]
-        answers = group.gather([self._sees(), own])
-        candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
-        parts = memory.PartsInMemory(group, options.check) if options.memory_every_steps != 0 else None
-        candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in parts.found()] if parts else []
+        own = [*self._found, *choice.held_by(group, folder, options)]
+        seen, nodes, found = zip(*group.gather([self._sees(), memory.node_id(), own]), strict=True)
+        candidates = [Candidate(rank, nodes[rank], *values) for rank, each in enumerate(found) for values in each]
         if options.compare_every_steps != 0:
-            self.second_rank = next((rank for rank, (seen, _) in enumerate(answers) if rank and not seen), None)
+            self.second_rank = next((rank for rank, sees in enumerate(seen) if rank and not sees), None)
         passed = set[str]()
 
         def copies_in_order() -> Iterator[tuple[str, Callable[[], Copy]]]:
             for line, one in choice.in_order(candidates, known, choice.may_take(options, group), group, folder):
                 passed.add(one.where)
-                yield choice.name_of(one, group, self.places), partial(self._go_on_from, one, line, parts)
+                yield one.words, partial(self._go_on_from, one, line)
 
         self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
         self.saved = group.on_rank0(lambda: self._find_here(passed))
         choice.put_aside_others(folder, self.lineage.run)
 
-    def _go_on_from(self, one: Candidate, line: Lineage | None, parts: memory.PartsInMemory | None) -> Copy:
+    def _go_on_from(self, one: Candidate, line: Lineage | None) -> Copy:
         """The copy, on the `line` of attempts, on all ranks. Raises, on all ranks, Damaged, UserError and PeerLost."""
         options = self.options
 
@@ -144,14 +140,13 @@ class Run:
                 copy = read(Path(one.where), options.check)
             return copy if options.sharded else copy.as_plain()
 
-        if parts is not None and one.kind == PARTS:
-            copy = parts.load(one.step, one.attempt, one.run)
-        else:
-            copy = share(read_it, self.group, source=one.rank)
+        copy = load(one.parts, self.group) if one.parts else share(read_it, self.group, source=one.rank)
         if copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
             copy = replace(copy, path=self.folder / "checkpoints" / copy.path.name)
-        self.kind, self._writer = one.kind, copy.record["attempt"]
-        self.words = choice.words_for(one, copy, self.group)
+        self.kind = one.kind
+        self.words = copy.path.name if one.kind < PEER else one.words
+        if one.kind == RESCUE:
+            self.words += "; no finished step was lost"
         if line is not None and line.number > self.lineage.number:  # than what rank 0's disk knows
             self.lineage = line
         elif not self.lineage.number and one.kind == CHECKPOINT:
@@ -163,8 +158,8 @@ class Run:
         if self.newest is not None and self.kind < PEER:
             self._newest_here = self.newest.path
             return self.newest.record
-        for path in reversed(copies.list_copies(self.folder / "checkpoints")):
-            if str(path) not in passed and copies.looks_whole(path):
+        for path in reversed(copies.list_whole(self.folder / "checkpoints")):
+            if str(path) not in passed:
                 with contextlib.suppress(TypeError, LookupError, ValueError):
                     self.options.check(path, record := read_json(path / STATE))
                     self._newest_here = path
@@ -192,7 +187,8 @@ class Run:
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
         """From here on the run continues what this attempt started from, and no other rescue. All ranks call this.
         `open_files`: rank 0's, of the caller. Raises on all ranks, UserError and PeerLost."""
-        self.lineage.go_on(self.mark, step=step, writer=self._writer)
+        writer = self.newest.record["attempt"] if self.newest is not None else None
+        self.lineage.go_on(self.mark, step=step, writer=writer)
 
         def write() -> None:
             self.owner.check()  # the set-up takes long enough to be frozen in, and replaced
@@ -208,10 +204,9 @@ class Run:
         if self.second_rank is not None and not self.parts.wanted:  # of split state it has only a part
             who = f"rank {self.second_rank} on {self.group.hosts[self.second_rank]}"
             self.group.log.info(f"copies {who} keeps the newest checkpoint too: the nodes share no disk")
-        # One of a later step is damaged, or of an attempt that the run went on without
+        # What is of a later step is damaged, or of an attempt that the run went on without
         memory.remove(self.lineage.run, range(self.saved_step + 1, step + 1))
-        self._rescued = step > max(0, self.saved_step)
-        memory.remove(self.lineage.run, range(step, step + 1), parts=True)
+        self._rescued = step > max(0, self.saved_step) and not self.parts.wanted
 
     # Saves ----------------------------------------------------------------------------------------------------
 
@@ -240,32 +235,6 @@ class Run:
             place.copy(self.saver.folder / f"step-{step:08d}")
         if self.options.save == "sync":
             self.wait()
-
-    def publish(self, step: int, files: Mapping[str, Content]) -> None:
-        """Save these files as a copy: this process ends. Rank 0 calls it, from any thread, while nothing else is
-        written. Raises UserError and PeerLost."""
-        self.saver.write(lambda: copies.save(
-            self.saver.folder, files, step=step, keep=self.options.keep, check_owner=self.owner.check
-        ))
-
-    def leave(self) -> None:
-        """Get the newest copy to the other places: this process is stopped without coming to the end of the loop. The
-        rest as `publish`."""
-        for place in self.places.values():
-            place.finish(stopped=True)
-
-    def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
-        """Write a copy of that step, unless it is saved, to this node's memory. Whether that was done. Any thread calls
-        this, as the process ends. `make_files`: called if they are needed. Raises nothing."""
-        if step <= max(0, self.saved_step):  # a GPU may be behind the host
-            return False
-        try:
-            memory.write_rescue(self.lineage.run, step, self.mark, make_files)
-        except Exception as error:
-            why = f"no rescue, so the next attempt goes on from the newest checkpoint: {reason(error)}"
-            self.group.log.warning(why)
-            return False
-        return True
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,30 +29,16 @@ from rankup.places.files import cache_roots
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
 from rankup.places.place import Place
 from rankup.state import copies
-from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_copies, looks_whole, step_of, verify
+from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_whole, step_of, verify
 from rankup.state.reading import Copy, newest_whole, read
 from rankup.state.saver import Options, Writing
 from rankup.timing import FIND_S, UPLOAD_END_S, UPLOAD_STOP_S
 from rankup.urls import is_url
 
-KEY = re.compile(r"(\d{8,})/checkpoints/([\w-]+)/(step-(\d{8,})-[0-9a-f]{12})/manifest\.json")
+KEY = re.compile(r"\d{8,}/checkpoints/([\w-]+)/step-\d{8,}-[0-9a-f]{12}/manifest\.json")
 FILES = (FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
 TENSORBOARD = "tensorboard"
 BEFORE_WATCHDOG = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Stored:
-    """A copy that has a manifest, in the order of what a run goes on from: the newest is the largest."""
-
-    number: int
-    step: int
-    run: str
-    name: str
-
-    @property
-    def folder(self) -> str:
-        return f"{folder_of(self.number)}/checkpoints/{self.run}/{self.name}"
 
 
 # What lies at a place, for commands too. All raise as `Place` does ---------------------------------------------------
@@ -65,7 +51,7 @@ def newest_run(place: Place, names: Iterable[str]) -> tuple[int, Lineage | None]
         name = f"{folder_of(number)}/{FILE}"
         if name in names and (found := Lineage.of(place.read_json(name))):
             return number, found
-    if runs := sorted({one.run for one in _copies(names)}):
+    if runs := sorted({_run_of(one) for one in _copies(names)}):
         raise UserError(
             f"{place.url} must say in run.json which run it holds, got none, and checkpoints of {', '.join(runs)}. Put "
             "run.json back from a copy, or set another --name."
@@ -73,11 +59,14 @@ def newest_run(place: Place, names: Iterable[str]) -> tuple[int, Lineage | None]
     return 0, None
 
 
-def _copies(names: Iterable[str], run: str = "") -> list[Stored]:
-    """Those of all runs, or of one, the newest first."""
-    keys = filter(None, map(KEY.fullmatch, names))
-    stored = (Stored(int(key[1]), int(key[4]), key[2], key[3]) for key in keys)
-    return sorted((one for one in stored if run in ("", one.run)), reverse=True)
+def _copies(names: Iterable[str], run: str = "") -> list[str]:
+    """The folders of the copies that have a manifest, of all runs or of one, the newest first."""
+    found = [name.rpartition("/")[0] for name in names if (key := KEY.fullmatch(name)) and run in ("", key[1])]
+    return sorted(found, key=lambda folder: (number_of(folder), step_of(Path(folder)), folder), reverse=True)
+
+
+def _run_of(folder: str) -> str:
+    return folder.split("/")[2]
 
 
 def _digest(manifest: bytes) -> str:
@@ -109,9 +98,9 @@ def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
         yield Path(place)
         return
 
-    def fetch(one: Stored) -> Copy:
-        target = own / one.name.rpartition("-")[0]
-        _download(there, one.folder, target)
+    def fetch(folder: str) -> Copy:
+        target = own / Path(folder).name.rpartition("-")[0]
+        _download(there, folder, target)
         return Copy(target, verify(target), {})  # whoever asked for it reads it
 
     warn, folder = logging.getLogger("rankup").warning, cache_roots()[0] / "fetched"
@@ -122,7 +111,7 @@ def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
             there = Place.open(place, warn=warn, timeout_s=timeout_s)
             newest, names = own / there.url.rpartition("/")[2], there.names()
             if run := newest_run(there, names)[1]:
-                each = ((f"checkpoint {one.name}", partial(fetch, one)) for one in _copies(names, run.run))
+                each = ((f"checkpoint {Path(one).name}", partial(fetch, one)) for one in _copies(names, run.run))
                 newest = copy.path if (copy := newest_whole(place, each, warn)) else newest
             else:
                 for name in names or [""]:  # a list at http does not know the file at its own address
@@ -142,7 +131,8 @@ class SecondPlace:
         self, url: str, folder: Path, lease: Lease, log: logging.Logger, options: Options, *, required: bool
     ) -> None:
         """`url`: of all runs there. `lease`: of `folder`, which is held already."""
-        self.required, self.options, self.log, self.folder = required, options, log, folder
+        self.required, self.options, self.log = required, options, log
+        self.folder, self.checkpoints = folder, folder / "checkpoints"
         self.place = Place.open(url, warn=log.warning if required else self._fail).below(folder.name)
         self.address, self.run = self.place.url, ""  # the id of the run that is copied
         self.called = self.address if required else f"the mirror {self.address}"
@@ -161,10 +151,11 @@ class SecondPlace:
 
     def adopt(self, stack: contextlib.ExitStack, *, wanted: Callable[[Lineage], bool]) -> list[list[Any]]:
         """Own the place, and take the run that is there where the folder is behind it, or has neither a run nor a copy.
-        Returns the copies there of the run in the folder: path, step, attempt and run of each. A required place has one
-        owner until `stack` ends; whoever comes last owns a mirror. `wanted`: whether that run may be gone on with.
-        Raises OSError, and UserError and PeerLost where the place is required, or where it alone may have a copy."""
-        here, alone, found = Lineage.read(self.folder), not self._whole(), list[list[Any]]()
+        Returns the copies there of the run in the folder, as fields of a Candidate from `where` on. A required place
+        has one owner until `stack` ends; whoever comes last owns a mirror. `wanted`: whether that run may be gone on
+        with. Raises OSError, and UserError and PeerLost where the place is required, or where it alone may have a copy.
+        """
+        here, alone, found = Lineage.read(self.folder), not list_whole(self.checkpoints), list[list[Any]]()
         nothing_here = alone and here is None
         with self._asking(alone=False):
             if self.required:
@@ -184,7 +175,8 @@ class SecondPlace:
                 there.write(self.folder)
             run = Lineage.read(self.folder)
             for one in _copies(names, run.run) if run else []:
-                found.append([one.folder, *copies.about(self.place.read_json(f"{one.folder}/{STATE}"), one.step)])
+                of = copies.about(self.place.read_json(f"{one}/{STATE}"), step_of(Path(one)))
+                found.append([one, f"checkpoint {Path(one).name} of {self.called}", *of])
         return found
 
     def fetch_files(self, number: int) -> None:
@@ -199,22 +191,18 @@ class SecondPlace:
     def fetch(self, stored: str, check: Check) -> Copy:
         """Copy the folder `stored` of a copy into ours. Raises Damaged, and UserError where the disk here is full, or
         `check` refuses it."""
-        directory, name = self.folder / "checkpoints", stored.rpartition("/")[2].rpartition("-")[0]
+        directory, name = self.checkpoints, Path(stored).name.rpartition("-")[0]
         target, staging = directory / name, copies.staging_of(directory)
         path = staging / name  # its name says the step, which is verified too
         try:
             with disk_errors("checkpoint", directory):
-                with self._asking(alone=not self._whole()):
+                with self._asking(alone=not list_whole(directory)):
                     _download(self.place, stored, path)
                 copy = read(path, check)  # what a mirror that fails has not given is missing
                 shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
                 return replace(copy, path=path.rename(target))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-    def _whole(self) -> list[Path]:
-        """The copies in the folder that look whole. Their bytes were not checked."""
-        return [path for path in list_copies(self.folder / "checkpoints") if looks_whole(path)]
 
     @contextlib.contextmanager
     def _asking(self, *, alone: bool) -> Iterator[None]:
@@ -283,38 +271,39 @@ class SecondPlace:
     def _upload_copy(self, path: Path) -> None:
         """Copy the folder `path`, unless this very copy is there, and remove all but the `keep` newest. A kill at any
         point leaves the earlier copies, and at most objects that no manifest names, which a later upload removes."""
-        new, names = self._stored(path), self.place.names()
-        if any(one.name == new.name for one in _copies(names)):
+        new, names = self._folder_for(path), self.place.names()
+        if any(Path(one).name == Path(new).name for one in _copies(names)):
             return
-        files = {f"{new.folder}/{file.name}": file for file in path.iterdir() if file.name != MANIFEST}
+        files = {f"{new}/{file.name}": file for file in path.iterdir() if file.name != MANIFEST}
         self.place.upload({name: file for name, file in files.items() if names.get(name) != file.stat().st_size})
         manifest = (path / MANIFEST).read_bytes()
-        if self._stored(path) != new:  # that step was saved again, and what was read may be of both
+        if self._folder_for(path) != new:  # that step was saved again, and what was read may be of both
             return
         self.lease.look()
-        self.place.write(f"{new.folder}/{MANIFEST}", manifest)
+        self.place.write(f"{new}/{MANIFEST}", manifest)
         self.lease.look()
         self._remove_old(new)
 
-    def _stored(self, path: Path) -> Stored:
+    def _folder_for(self, path: Path) -> str:
         name = path.name.partition(".")[0]  # `.replaced`, after a kill between two renames
         digest = _digest((path / MANIFEST).read_bytes())
-        return Stored(self.lease.number, step_of(path), self.run, f"{name}-{digest}")
+        return f"{folder_of(self.lease.number)}/checkpoints/{self.run}/{name}-{digest}"
 
-    def _remove_old(self, new: Stored) -> None:
+    def _remove_old(self, new: str) -> None:
         """Remove all copies of the run but the `keep` newest, their manifests first, and the files of earlier owners,
         which `upload_files` has written again. Nothing of a later owner is touched."""
+        number = self.lease.number
         names = [name for name in self.place.names()
-                 if 0 < number_of(name) <= new.number and not name.startswith("lease/")]
-        earlier = [one for one in _copies(names, new.run) if one != new]
-        kept = {one.folder for one in [new, *earlier[: self.options.keep - 1]]}
+                 if 0 < number_of(name) <= number and not name.startswith("lease/")]
+        earlier = [one for one in _copies(names, self.run) if one != new]
+        kept = {new, *earlier[: self.options.keep - 1]}
         # All of a run that --fresh has left stays
-        others = {one.number for one in _copies(names) if one.run != new.run}
+        others = {number_of(one) for one in _copies(names) if _run_of(one) != self.run}
 
         def is_old(name: str) -> bool:
             if "/checkpoints/" not in name:
-                return number_of(name) not in {new.number, *others}
-            return f"/checkpoints/{new.run}/" in name and name.rpartition("/")[0] not in kept
+                return number_of(name) not in {number, *others}
+            return f"/checkpoints/{self.run}/" in name and name.rpartition("/")[0] not in kept
 
         old = [name for name in names if is_old(name)]
         for first in (True, False):
@@ -323,7 +312,7 @@ class SecondPlace:
     def finish(self, *, stopped: bool) -> None:
         """Copy all a last time. A mirror is waited for for a while."""
         # Where the loop was stopped, it may not have noticed the newest one
-        self.copy(next(reversed(self._whole()), None) if self.required or stopped else None)
+        self.copy(next(reversed(list_whole(self.checkpoints)), None) if self.required or stopped else None)
         self.settle()
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self.options.save_timeout_s / 2)
         self._copying.join(patience_s)

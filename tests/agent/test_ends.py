@@ -90,7 +90,7 @@ def test_end_of_a_rank_is_kept_for_its_attempt(tmp_path: Path) -> None:
     write_end(tmp_path, "a-1", End(1, "node0", 171, "lost rank 0", 7, suspect=0))
     assert read_json(tmp_path / "status" / "a-1" / "rank-1.json") == {
         "attempt": "a-1", "rank": 1, "host": "node0", "state": "failed", "code": 171, "why": "lost rank 0", "step": 7,
-        "suspect": 0,
+        "suspect": 0, "told": False,
     }
 
 

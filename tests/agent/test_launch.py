@@ -22,6 +22,7 @@ import pytest
 
 from rankup.agent.logs import host_name
 from rankup.agent.processes import cpu_quota, has_handler
+from rankup.explain import diagnose_files
 from rankup.timing import REPEAT_S
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, Job, ended, environment, free_port, lives, start, wait_for
@@ -217,18 +218,19 @@ def hang_from_the_first_report_on() -> None:
 
 
 def test_fault_of_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
-    text = "say('here')\nif rank == 1: raise ValueError('boom')\nwait_for('never')"
+    text = "say('here')\nif rank == 1: raise MemoryError('boom')\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:
         assert job.wait() == [1], job.output
     assert job.output.count("Traceback") == 1
-    last, what_next = job.output.splitlines()[-2:]
-    assert re.fullmatch(r"rank 1 on \S+ ended with 1 \(ValueError: boom\) \(exit code 1\)", last), job.output
+    known, last, what_next = job.output.splitlines()[-3:]
+    assert known.startswith("this is: the machine's memory was not enough.")
+    assert re.fullmatch(r"rank 1 on \S+ ended with 1 \(MemoryError: boom\) \(exit code 1\)", last), job.output
     run = f"{tmp_path}/runs/job"
     assert what_next == f"`rankup explain {run}` says why, `rankup logs {run}` has all lines"
     found = status(tmp_path)
     assert (found["state"], found["code"]) == ("failed", 1)
-    assert "ValueError: boom" in found["why"]
-    assert found["ranks"]["1"]["why"] == "ValueError: boom"
+    assert "MemoryError: boom" in found["why"]
+    assert found["ranks"]["1"]["why"] == "MemoryError: boom"
 
 
 @pytest.mark.parametrize("code", [139, 171])
@@ -262,6 +264,7 @@ def test_job_that_goes_on_with_a_run_gets_the_arguments_of_a_restart(tmp_path: P
 
 
 def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> None:
+    """And none of the faults that explain the end."""
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS + "if rank: sys.exit(7)\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:
         for rank in TWO:
@@ -269,6 +272,7 @@ def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> No
         (tmp_path / "go").touch()
         assert job.wait() == [7], job.output
     assert "rank 0 did not end within 5 s after the others: killed" in job.output
+    assert [each.rank for each in diagnose_files([tmp_path / "runs/job"])] == [1]
 
 
 def test_forked_ranks_are_started_anew_where_their_server_is_killed_and_end_with_their_agent(tmp_path: Path) -> None:
@@ -337,6 +341,7 @@ def test_second_signal_some_seconds_later_ends_it_at_once(tmp_path: Path) -> Non
         job.processes[0].send_signal(signal.SIGINT)
         assert job.wait() == [143], job.output
     wait_for("the end of the ranks", lambda: not any(map(lives, pids)))
+    assert status(tmp_path)["state"] == "stopped"
 
 
 def test_batch_system_that_signals_every_process_is_obeyed_once(tmp_path: Path) -> None:

@@ -33,8 +33,7 @@ from tests.bench.racers import shared
 from tests.bench.racers.shared import Task
 from tests.rigs.idx_files import write_idx
 from tests.rigs.jobs import MAIN, ROOT
-from train.data.sources.fetch import locate
-from train.data.sources.in_memory import KNOWN
+from train.data.sources.fetch import KNOWN, locate
 
 RANKUP = "rankup"
 BY_HAND, WITH_LINES = "tuned by hand", "by hand, with rankup"

@@ -1,7 +1,7 @@
 """Runs of this program that failed, and what explain says of them."""
 
 import os
-import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -64,14 +64,6 @@ def test_fault_ends_with_what_it_is_where_that_is_known(
     assert (first.name, first.seen) == (name, f"RuntimeError: {fault}")
 
 
-def test_known_fault_of_a_script_ends_with_what_it_is(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')")
-    output = forks.ends("launch", "--nproc=2", "--run-dir", tmp_path, script, code=1)
-    assert "this is: the GPU's memory was not enough" in output
-    assert re.search(r"^rank \d on \S+ ended with 1 \(RuntimeError: CUDA out of .*exit code 1\)$", output, re.MULTILINE)
-
-
 def failed_run(run: Path, *log: str, **end: object) -> Path:
     """Rank 1 of two ended so, and rank 0 wrote this."""
     write_json(run / "status.json", {"attempt": ATTEMPT, "state": "failed", "world_size": 2})
@@ -83,8 +75,10 @@ def failed_run(run: Path, *log: str, **end: object) -> Path:
 
 def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:
     lost = "lost a peer at step 5: suspected: rank 1 on node1 (MemoryError: ) (exit code 1)"
-    old = "2026-11-20T10:00:00 node0 r0 torch.OutOfMemoryError: CUDA out of memory"
+    old = "2026-11-21T10:00:07 node0 r0 torch.OutOfMemoryError: CUDA out of memory"
     run = failed_run(tmp_path, old, f"2026-11-21T10:00:09 node0 r0 {lost}", code=1, why="MemoryError: ")
+    began_s = datetime(2026, 11, 21, 10, 0, 8).timestamp()  # the last attempt of the job
+    write_json(run / "status" / ATTEMPT / f"progress-{began_s:.2f}.json", {})
     assert [(d.name, d.rank, d.host) for d in diagnose_files([run])] == [("host-memory", 1, "node1")]
 
 

@@ -11,7 +11,7 @@ from train.commands import COMMANDS, Doctor, Predict
 from train.commands.line import parse_args
 from train.config import Config, load_config
 from train.config.load import fields_of
-from train.config.settings import SOURCES
+from train.data.sources import SOURCES
 from train.main import main
 
 Captured = pytest.CaptureFixture[str]
@@ -132,7 +132,8 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
     ("predict --output x.txt", ['--output must be a .csv file, got "x.txt".']),
     ("train --output x.csv", ['unknown setting "--output"*']),
     ("train --run-dir x --mirror x", ['--mirror must be another place than run_dir, got "x". *']),
-    ("train --dataset digits --fake-classes 3", ["fake_classes must be left out here, got 3. *of fake alone."]),
+    ("train --dataset digits --fake-classes 3",
+     ["fake_classes must be left out here, got 3. It belongs to --dataset fake."]),
     ("train --stpes 3 --lr -1 --dataset 3 --bogus",
      ['unknown setting "--stpes"*', 'unknown setting "--bogus"*', '--lr must be greater than 0, got "-1".',
       f"--dataset must be one of {', '.join(SOURCES)}, got \"3\"."]),

@@ -8,8 +8,11 @@ import pytest
 
 from rankup.errors import UserError
 from tests.rigs.refused import mistakes, one
-from train.config import Config, changed_settings, load_config, refuse_foreign, to_yaml
+from train.config import Config, changed_settings, check_run, load_config, to_yaml
 from train.config.load import read_yaml
+from train.data.sources import SOURCES
+from train.parallel import METHODS
+from train.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +35,7 @@ def test_field_says_what_it_is(name):
     assert field.description
     assert len(field.description) > 10
     assert "\n" not in field.description
-    assert isinstance(field.json_schema_extra["affects_result"], bool)
+    assert isinstance(field.json_schema_extra["free"], bool)
     if isinstance(field.default, int | float) and not isinstance(field.default, bool):
         assert any(getattr(m, "ge", getattr(m, "gt", None)) is not None for m in field.metadata), "no lower bound"
     if field.annotation in (str, str | None, dict):
@@ -40,7 +43,7 @@ def test_field_says_what_it_is(name):
 
 
 def test_settings_that_may_change_on_resume_are_exactly_these():
-    free = {n for n, f in Config.model_fields.items() if not f.json_schema_extra["affects_result"]}
+    free = {n for n, f in Config.model_fields.items() if f.json_schema_extra["free"]}
     assert free == {
         "data_dir", "epochs", "max_steps", "num_workers", "eval_batch_size",
         "join_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
@@ -85,7 +88,7 @@ def test_flag_is_read_by_the_type_of_its_field(name, text, value):
     ("augment: maybe", 'tiny.yaml: augment must be true, false, imagenet or trivial, got "maybe".'),
     ("image_size: big", "tiny.yaml: image_size must be a valid integer, * or null, got \"big\"."),
     ("optimizer: adam", "tiny.yaml: optimizer must be 'sgd' or 'adamw', got \"adam\"."),
-    *((f"workload: {form!r}", f'tiny.yaml: workload must be "images", "text" or module:function, got "{form}".')
+    *((f"workload: {form!r}", f'tiny.yaml: workload must be images, text or module:function, got "{form}".')
       for form in ("throws", ":build", "throws:", "a b:c", "throws.py", "dir/throws:build")),
     ("device: 1", "tiny.yaml: device must be auto, cpu, cuda or another accelerator's name, got 1."),
     ('data_dir: ""', 'tiny.yaml: data_dir must be a path or null, got "".'),
@@ -202,23 +205,31 @@ def test_yaml_has_the_settings_of_this_data_set_and_those_of_others_where_they_w
     {"schedule": "step", "step_epochs": 2},
 ])
 def test_setting_of_what_was_chosen_is_taken(settings):
-    refuse_foreign(Config(**settings))
+    check_run(Config(**settings), 1)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"fake_classes": 3}, r"fake_classes must be left out here, got 3\. It is a setting of fake alone"),
-    ({"eval_split": "test"}, r'eval_split .* got "test"\. It is a setting of text or hf alone'),
-    ({"options": {"a": 1}}, "of your own workload alone"), ({"workload": "text", "model": "mlp"}, "of images alone"),
-    ({"step_gamma": 0.5}, "of step alone"), ({"optimizer": "adamw", "momentum": 0.5}, "of sgd alone"),
-    ({"checkpoint_format": "sharded"}, "of fsdp alone"), ({"device_ids": "1,0"}, "of dp alone"),
-    ({"parallel": "fsdp", "compress": "fp16"}, "of none or ddp or horovod alone"),
+    ({"fake_classes": 3}, r"fake_classes must be left out here, got 3\. It belongs to --dataset fake\."),
+    ({"eval_split": "test"}, r'eval_split .* got "test"\. It belongs to --workload text or --dataset hf\.'),
+    ({"options": {"a": 1}}, "belongs to --workload MODULE:FUNCTION"),
+    ({"workload": "text", "model": "mlp"}, "to --workload images"), ({"step_gamma": 0.5}, "to --schedule step"),
+    ({"optimizer": "adamw", "momentum": 0.5}, "to --optimizer sgd"), ({"device_ids": "1,0"}, "to --parallel dp"),
+    ({"checkpoint_format": "sharded"}, "to --parallel fsdp"),
+    ({"parallel": "fsdp", "compress": "fp16"}, "to --parallel none or ddp or horovod"),
     *(({"parallel": method, name: True}, f"{name} must be left out here, got true") for method, names in {
         "dp": "compile sync_bn", "fsdp": "compile find_unused_parameters",
         "horovod": "compile find_unused_parameters sync_bn"}.items() for name in names.split()),
 ])
 def test_setting_of_something_else_is_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        refuse_foreign(Config(**settings))
+        check_run(Config(**settings), 1)
+
+
+def test_setting_belongs_to_choices_that_exist():
+    choices = {*SOURCES, "hf", *METHODS, "auto", *WORKLOADS, "MODULE:FUNCTION", "sgd", "adamw", "step", "or"}
+    owners = " ".join(field.json_schema_extra["of"] for field in Config.model_fields.values()).split()
+    assert {word for word in owners if word not in choices} == {
+        "--dataset", "--workload", "--parallel", "--optimizer", "--schedule"}
 
 
 def test_config_files_that_ship_are_valid():

@@ -6,7 +6,7 @@ import pytest
 
 from rankup.errors import UserError
 from tests.rigs.refused import one
-from train.config import Config, check_world_size, load_config
+from train.config import Config, check_run, load_config
 
 FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
 
@@ -48,5 +48,5 @@ def test_contradiction_with_a_wrong_value_is_not_guessed():
 ])
 def test_world_size_that_does_not_fit_is_refused_with_what_would(settings, world_size, message):
     with pytest.raises(UserError) as caught:
-        check_world_size(Config(**settings), world_size)
+        check_run(Config(**settings), world_size)
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), str(caught.value)), caught.value

@@ -19,7 +19,7 @@ from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
 from train.data.samples import TensorSamples
 from train.data.sources import load
-from train.data.sources.in_memory import KNOWN
+from train.data.sources.fetch import KNOWN
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 CIFAR10 = KNOWN["cifar10"].folder

@@ -27,8 +27,8 @@ from tests.rigs.idx_files import ROWS, everything, small, write_set
 from tests.rigs.jobs import environment
 from train.config import Config
 from train.data.sources import fetch, load
-from train.data.sources.fetch import NotFetched, Remote
-from train.data.sources.in_memory import KNOWN, read
+from train.data.sources.fetch import KNOWN, NotFetched, Remote
+from train.data.sources.in_memory import read
 
 WAIT_S = 240.0
 

@@ -118,24 +118,14 @@ def test_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_with_other_worke
     assert_resumes(forks, run, undisturbed, "--num-workers=1", *more, world_size=2, evaluated=evaluated)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_signal_while_a_process_alone_or_one_that_rescues_nothing_waits_for_data_saves(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, world_size: int
+def test_signal_while_a_process_alone_waits_for_data_saves(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     order = probe("data", 6, signal="SIGTERM", to="group", before_s=1.0, sleep_s=600)
-    codes, output = forks.run(
-        *train(run, "--num-workers=2", *AT_THE_END), env=order, world_size=world_size, preload=f"{__name__}:no_rescue"
-    )
+    codes, output = forks.run(*train(run, "--num-workers=2", *AT_THE_END), env=order)
     assert_stopped(run, codes, output, at_least=1)
-    assert_resumes(forks, run, undisturbed, "--num-workers=1", *AT_THE_END, world_size=world_size, evaluated=(32,))
-
-
-def no_rescue() -> None:
-    """As with Horovod."""
-    from train.parallel.methods import DDP
-
-    DDP.every_rank_has_all = False  # type: ignore[assignment]
+    assert_resumes(forks, run, undisturbed, "--num-workers=1", *AT_THE_END, world_size=1, evaluated=(32,))
 
 
 def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> None:

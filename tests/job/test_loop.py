@@ -128,10 +128,10 @@ def test_loop_that_tracks_nothing_stops_while_it_waits_for_data(forks: Forks, tm
 def test_rank_0_saves_where_others_leave_before_they_come_to_the_step_at_which_all_stop(
     forks: Forks, tmp_path: Path
 ) -> None:
-    """Memory is not enough: the job may go on on other machines."""
+    """Memory is not enough: the job may go on on other machines. A script may change its folder meanwhile."""
     text = (
         "import os, signal, time, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
-        "for step in job.steps(10**6):\n    with job.step():\n        count['n'] += 1\n"
+        "os.chdir('..')\nfor step in job.steps(10**6):\n    with job.step():\n        count['n'] += 1\n"
         "    if step == 3 and job.rank:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(600 if job.rank and step + 1 == job.group.record.confirmed else 0.01)\n"
     )

@@ -1,5 +1,6 @@
 """horovod: the same training, its gradients averaged by real Horovod. `make horovod` installs it."""
 
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from tests.rigs.checkpoints import steps
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import Job, ended, environ_of, metrics, result, start, wait_for
+from tests.rigs.jobs import Job, ended, environ_of, metrics, probe, result, start, wait_for
 
 # Horovod takes contiguous parameters only: ddp, which it is compared with, has the kernels of convolutions in NHWC
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--tensorboard=false", "--limit-train", "704", "--lr",
@@ -75,10 +76,11 @@ def test_horovodrun_ends_all_when_a_rank_is_killed_and_the_same_command_goes_on(
         rank_of(job, 1).kill()
         assert job.wait(120) == [1], job.output
     assert "Process 1 exit with status code" in job.output
-    further = ("--max-steps", str(steps(checkpoints)[-1] + 5))
+    newest = max(steps(checkpoints)[-1], *map(int, re.findall(r"rescued step (\d+)", job.output)), 0)
+    further = ("--max-steps", str(newest + 5))
     with ended(by_horovodrun(*line, *further)) as job:
         assert job.wait(280) == [0], job.output
-    assert "resumed from step-" in job.output
+    assert re.search(r"resumed from step[- ]\d", job.output)
     outcome = result(tmp_path / "run")
     assert (outcome["parallel"], outcome["world_size"]) == ("horovod", 2)
     assert outcome["digest"] == digest(train(forks, tmp_path / "whole", 2, *further, *rarely[2:]))
@@ -108,6 +110,15 @@ def test_horovod_rank_that_is_killed_or_stopped_ends_both(
         assert job.wait() == codes, job.output
     assert said in job.output
     assert "Traceback" not in job.output
+
+
+@needs_horovod
+def test_horovod_rank_that_is_lost_costs_no_finished_step(forks: Forks, tmp_path: Path) -> None:
+    line = ("train", "--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=8", *HOROVOD,
+            "--tensorboard=false", "--run-dir", tmp_path, "--name=run")
+    codes, output = forks.run(*line, env=probe("loss", 7, rank=1, signal="SIGKILL"), world_size=2)
+    assert codes == [171, -9], output
+    assert "resumed from step 4, rescued by rank 0" in forks.ends(*line, world_size=2)
 
 
 @needs_horovod

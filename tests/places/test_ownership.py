@@ -213,7 +213,7 @@ class AtSecondPlace:
                 writer.hold(place, 60.0)
             found = place.adopt(self.stack, wanted=lambda there: True)
             lineage = Lineage.read(run_dir) or Lineage("run", name, "", [])
-            candidates = [Candidate(0, STORE, *one) for one in found]
+            candidates = [Candidate(0, "", STORE, *one) for one in found]
             group: Any = SimpleNamespace(hosts=["host"])
             for _, one in in_order(candidates, lineage, lambda other: True, group, run_dir):
                 with contextlib.suppress(Damaged):

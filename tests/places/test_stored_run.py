@@ -34,7 +34,7 @@ def newest_of(place: SecondPlace) -> Path | None:
     """The newest whole copy there, fetched."""
     for one in _copies(place.place.names()):
         with contextlib.suppress(Damaged):
-            return place.fetch(one.folder, no_check).path
+            return place.fetch(one, no_check).path
     return None
 
 

@@ -71,10 +71,10 @@ def test_memory_that_is_too_small_is_one_line(forks: Forks, tmp_path: Path, undi
 
 def no_memory() -> None:
     """Preloaded: there is no room at all for rank 1."""
-    from rankup.state import memory
+    from rankup.state import memory, parts
 
     if os.environ["RANK"] == "1":
-        memory.memory_available = lambda: 0
+        parts.memory_available = lambda: 0
         memory.homes = lambda: [Path(f"/dev/shm/rankup-{os.getuid()}")]
 
 

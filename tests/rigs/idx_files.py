@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from train.data.sources.fetch import Remote
-from train.data.sources.in_memory import KNOWN
+from train.data.sources.fetch import KNOWN, Remote
 
 ROWS = {"train": 20, "t10k": 10}
 MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}

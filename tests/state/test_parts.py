@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from rankup.errors import UserError
-from rankup.state import memory as state_memory
-from rankup.state.copies import Damaged, list_copies, no_check, to_json
-from rankup.state.memory import Parts, PartsInMemory, peer_of
+from rankup.state import parts as state_parts
+from rankup.state.choice import Candidate, distinct, held_by
+from rankup.state.copies import Damaged, list_copies, to_json
+from rankup.state.memory import node_id
+from rankup.state.parts import Parts, load, peer_of
 from rankup.state.reading import Copy, CopyFiles
-from rankup.state.saver import HostCopies
+from rankup.state.saver import HostCopies, Options
 from tests.rigs.checkpoints import damage, training_state
 
 TRIES = 1000
@@ -59,7 +61,7 @@ class Ranks:
         return SimpleNamespace(rank=rank, world_size=RANKS, device=torch.device("cpu"), gather=gather,
                                barrier=lambda: gather(0), max=lambda value: max(gather(value)),
                                broadcast=lambda value: gather(value)[0], collective=lambda call: call(),
-                               log=SimpleNamespace(warning=self.said.append))
+                               hosts=["node"] * RANKS, log=SimpleNamespace(warning=self.said.append))
 
 
 def weight(rank: int, step: int) -> torch.Tensor:
@@ -86,10 +88,11 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
     """The newest step that all ranks go on from, and their weights."""
 
     def work(group: Any) -> Copy | None:
-        memory = PartsInMemory(group, no_check)
-        for of in sorted(memory.found(), reverse=True):
+        listed = group.gather([*held_by(group, Path("nowhere"), Options())])
+        found = [Candidate(rank, node_id(), *values) for rank, each in enumerate(listed) for values in each]
+        for one in sorted(distinct(found, RANKS), key=lambda one: -one.step):
             with contextlib.suppress(Damaged):
-                return memory.load(*of)
+                return load(one.parts, group)
         return None
 
     copies = ranks.each(work)
@@ -229,8 +232,8 @@ def test_parts_that_fail_leave_the_last_whole_ones_alone_until_the_state_is_save
         group.barrier()
         return [*seen, sorted(map(str, folder.glob("*")))]
 
-    kept_one, ranks = state_memory._keep, Ranks()
-    monkeypatch.setattr(state_memory, "_keep", keep_one)
+    kept_one, ranks = state_parts._keep, Ranks()
+    monkeypatch.setattr(state_parts, "_keep", keep_one)
     first, _ = ranks.each(work)
     assert first == [[f"{RUN}.rank-{name}" for name in ("00000/step-00000020", "00000/step-00000030",
                                                         "00001/step-00000010", "00001/step-00000020")], []]
@@ -246,8 +249,8 @@ def test_part_of_another_rank_that_cannot_be_kept_leaves_nobody_waiting(
 
     served: list[int] = []
     waits = SimpleNamespace(wait=lambda: served.append(0))
-    monkeypatch.setattr("rankup.state.memory._receive", receive)
-    monkeypatch.setattr("rankup.state.memory._send", lambda *_: [(waits, None)])
+    monkeypatch.setattr("rankup.state.parts._receive", receive)
+    monkeypatch.setattr("rankup.state.parts._send", lambda *_: [(waits, None)])
     kept = Parts(Ranks()._group(0), RUN, 1)
     kept._peer, kept._folders = 1, {rank: memory / f"rank-{rank}" for rank in range(3)}
     for rank in (1, 2):

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 import rankup
 from rankup import Program
 
-from ..config import Config, check_world_size, refuse_foreign, to_yaml
-from ..config.settings import setting
+from ..config import Config, check_run, to_yaml
+from ..setting import setting
 
 
 def run_dir_of(config: Config, program: Program) -> Path:
@@ -64,8 +64,7 @@ class Train(RankCommand):
     fresh: bool = setting(False, "Start anew although the run has checkpoints.")
 
     def run(self, config: Config, program: Program) -> None:
-        refuse_foreign(config)
-        check_world_size(config, program.rank_env.world_size)
+        check_run(config, program.rank_env.world_size)
         run_dir = run_dir_of(config, program)
         program.start(run_dir, stacks=True)
         _imported("..loop", "train")(config, program, run_dir=run_dir, fresh=self.fresh)

@@ -4,9 +4,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,26 @@ from rankup import Copy, Group, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from ..config import Config
+from ..data import one_line
 from ..data.samples import Samples, to_device
 from ..group import join_options
 from ..parallel.model import autocast, prepare
 from ..run import weights
 from ..run.evaluation import evaluate, evaluation_loader
-from ..run.result import evaluation_table
+from ..run.result import two_columns
 from ..run.run_directory import check, check_data
-from ..workloads import Workload, load
 from ..workloads.classification import report
+from ..workloads.workload import Workload, load
 from . import Evaluate, Predict
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointModel:
-    """A workload whose model has a checkpoint's weights."""
-
-    config: Config  # the settings that the model was trained with, where the user did not give others
-    group: Group
-    workload: Workload
-    checkpoint: Copy
-
-
 @contextmanager
-def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) -> Iterator[CheckpointModel]:
+def open_checkpoint(
+    config: Config, program: Program, run_dir: Path, path: str
+) -> Iterator[tuple[Config, Group, Workload, Copy]]:
     """Join the group and load the checkpoint on all ranks: a folder or an address, or the newest good one of the run if
-    `path` is empty; rank 0 alone reads it. Raises UserError, and JoinError and PeerLost as training does."""
+    `path` is empty; rank 0 alone reads it. The settings are those of the training; what the user gives now, as a flag
+    or in a file, outranks them. Raises UserError, and JoinError and PeerLost as training does."""
     if not path and rankup.urls.is_url(config.run_dir):
         path = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
     # A folder of its own: the status of the run that is evaluated stays as it is
@@ -51,38 +44,32 @@ def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) 
         checkpoint = rankup.open_checkpoint(
             path, run_dir=run_dir, group=group, check=check, timeout_s=config.setup_timeout_s
         )
-        settings = _settings_of(checkpoint, config)
+        given, trained = config.model_fields_set, checkpoint.record["config"]
+        update = {name: value for name, value in trained.items() if name in Config.model_fields and name not in given}
+        if "options" in given:  # here single keys outrank single keys
+            update["options"] = {**trained["options"], **config.options}
+        settings = config.model_copy(update=update)
         torch.set_num_threads(settings.num_threads)
         torch.use_deterministic_algorithms(settings.deterministic)
         seed_everything(derive_seed(settings.seed), group.device)
         workload = load(settings, pretrained=False)
-        if settings.workload == "text" or not config.model_fields_set & {"dataset", "data_dir", "workload"}:
+        if settings.workload == "text" or not given & {"dataset", "data_dir", "workload"}:
             check_data(checkpoint, workload.data_name)
         try:
             workload.model.load_state_dict(checkpoint.tracked["model"])
         except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             raise UserError(f"{checkpoint.path} does not fit the model of these settings: {reason}.") from None
         # No rank trains here: batch norm uses its stored statistics, and sync_bn would need ranks to compute others
         prepare(workload, settings.model_copy(update={"sync_bn": False}), group)
-        yield CheckpointModel(settings, group, workload, checkpoint)
-
-
-def _settings_of(checkpoint: Copy, config: Config) -> Config:
-    """The settings of the training; what the user gives now, as a flag or in a file, outranks them."""
-    given, trained = config.model_fields_set, checkpoint.record["config"]
-    update = {name: value for name, value in trained.items() if name in Config.model_fields and name not in given}
-    if "options" in given:  # here single keys outrank single keys
-        update["options"] = {**trained["options"], **config.options}
-    return config.model_copy(update=update)
+        yield settings, group, workload, checkpoint
 
 
 def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options: Evaluate) -> None:
     """Evaluate, print the table on rank 0, and write `evaluation.json` beside the run's other outputs."""
-    with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
-        group, workload, checkpoint = opened.group, opened.workload, opened.checkpoint
-        batches = rankup.Workers(evaluation_loader(opened.config, group, workload.evaluation, own=True))
-        result = evaluate(opened.config, group, workload, workload.model, batches)
+    with open_checkpoint(config, program, run_dir, options.checkpoint) as (settings, group, workload, checkpoint):
+        batches = rankup.Workers(evaluation_loader(settings, group, workload.evaluation, own=True))
+        result = evaluate(settings, group, workload, workload.model, batches)
         digest = weights.digest(workload.model.state_dict())
         text, details = report(result.tables, workload.classes)
         if group.is_rank0:
@@ -91,46 +78,46 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
                 "count": result.count, "digest": digest, "world_size": group.world_size, **details,
             }
             _write(run_dir / "evaluation.json", json.dumps(outcome, indent=2) + "\n")
-            table = evaluation_table(result, step=checkpoint.step, digest=digest)
+            rows = {"samples": str(result.count), "step": str(checkpoint.step), "weights digest": digest[:16]}
+            table = two_columns(result.metrics, rows)
             program.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
 
 
 def predict(config: Config, program: Program, run_dir: Path, options: Predict) -> None:
     """Write a line for each sample, in the samples' order, whatever the number of ranks. Raises UserError."""
-    with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
-        samples, name_of = _open_samples(opened, options.input)
-        own = _predict_share(opened, samples)
+    with open_checkpoint(config, program, run_dir, options.checkpoint) as (settings, group, workload, _):
+        if workload.predict is None:
+            raise UserError(
+                f"workload {settings.workload} must have a predict function, got none. Give its Workload one."
+            )
+        samples, name_of = workload.evaluation, workload.input_name
+        if options.input:
+            if workload.open_input is None:
+                raise UserError(
+                    f"workload {settings.workload} must have open_input for --input, got none. Give its Workload one."
+                )
+            samples, name_of = workload.open_input(options.input)
+        own = _predict_share(settings, group, workload, samples)
         rows = [
             {"input": name_of(index), "label": label, "probability": round(probability, 6)}
-            for index, label, probability in sorted(row for part in opened.group.gather(own) for row in part)
+            for index, label, probability in sorted(row for part in group.gather(own) for row in part)
         ]
         output = Path(options.output)
-        opened.group.on_rank0(lambda: _write_rows(output, rows))
+        group.on_rank0(lambda: _write_rows(output, rows))
         program.log.info(f"{len(rows)} predictions in {output}")
 
 
-def _open_samples(opened: CheckpointModel, path: str) -> tuple[Samples, Callable[[int], str]]:
-    """The samples in `path`, or the test data where it is empty; and the name of each by its number."""
-    workload, name = opened.workload, opened.config.workload
-    if workload.predict is None:
-        raise UserError(f"workload {name} must have a predict function, got none. Give its Workload one.")
-    if not path:
-        return workload.evaluation, workload.input_name
-    if workload.open_input is None:
-        raise UserError(f"workload {name} must have open_input for --input, got none. Give its Workload one.")
-    return workload.open_input(path)
-
-
 @torch.no_grad()
-def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int, str, float]]:
+def _predict_share(
+    config: Config, group: Group, workload: Workload, samples: Samples
+) -> list[tuple[int, str, float]]:
     """(sample number, label, probability) of this rank's share."""
-    group, workload = opened.group, opened.workload
     assert workload.predict is not None
     rows: list[tuple[int, str, float]] = []
     workload.model.eval()
-    loader: Any = evaluation_loader(opened.config, group, samples, own=True)
+    loader: Any = evaluation_loader(config, group, samples, own=True)
     for numbers, batch in zip(loader.batch_sampler, rankup.Workers(loader), strict=True):
-        with autocast(opened.config, group.device):
+        with autocast(config, group.device):
             labels, probabilities = workload.predict(workload.model, to_device(batch, group.device))
         for index, label, probability in zip(numbers, labels.tolist(), probabilities.tolist(), strict=True):
             # A label is the number of a class, or, in a workload without classes, the predicted value itself

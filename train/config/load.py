@@ -23,7 +23,7 @@ PROGRAM = "rankup" if __name__.startswith("rankup.") else "python -m train.main"
 
 # What people type who come from elsewhere
 SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "output_dir": "run_dir",
-            "num_epochs": "epochs"}
+            "num_epochs": "epochs", "steps": "max_steps"}
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -89,9 +89,7 @@ def validate(
 
 def unknown(name: str, names: Collection[str], show: Callable[[str], str]) -> str:
     """The message for a name that no setting has; `show` writes a name as the user would."""
-    # A word of a longer name counts too: stpes -> max_steps
-    known = {word: candidate for candidate in [*names][::-1] for word in candidate.split("_")}
-    known |= {candidate: candidate for candidate in names}
+    known = {candidate: candidate for candidate in names}
     known |= {foreign: ours for foreign, ours in SYNONYMS.items() if ours in names}
     near = get_close_matches(name.replace("-", "_").lower(), known, n=1)
     hint = f"; did you mean {show(known[near[0]])}?" if near else "."
@@ -125,7 +123,7 @@ def bounds(field: FieldInfo) -> str:
 
 
 def facts(field: FieldInfo) -> dict[str, Any]:
-    """A field's rule, affects_result and `of`."""
+    """A field's free, rule and `of`."""
     return cast(dict[str, Any], field.json_schema_extra)
 
 
@@ -141,20 +139,27 @@ def foreign(config: Config, *, auto: str = "auto") -> list[str]:
     """The settings of other data sets, workloads, methods and so on than this run's. An own workload may use any of
     those of data and models. `auto`: the method that parallel auto stands for."""
     method = auto if config.parallel == "auto" else config.parallel
-    here = {"", config.workload, config.dataset.partition(":")[0], method, config.optimizer, config.schedule}
-    if ":" in config.workload:
-        here |= {"your own workload", "images", "text", "hf", "fake"}
-    return [name for name, field in Config.model_fields.items() if not here & {*facts(field)["of"].split(" or ")}]
+    here = {config.workload, config.dataset.partition(":")[0], method, config.optimizer, config.schedule}
+    own = ("--workload", "--dataset") if ":" in config.workload else ()
+    owners = {name: facts(field)["of"] for name, field in Config.model_fields.items()}
+    return [name for name, of in owners.items() if of and not of.startswith(own) and not here & {*of.split()}]
 
 
-def refuse_foreign(config: Config) -> None:
-    """Raises UserError for settings of something else, which would be ignored."""
-    wrong = []
-    for name in foreign(config, auto="ddp"):
-        field, value = Config.model_fields[name], getattr(config, name)
-        if value != field.default:
-            of = facts(field)["of"]
-            wrong.append(f"{name} must be left out here, got {describe(value)}. It is a setting of {of} alone.")
+def check_run(config: Config, world_size: int) -> None:
+    """Raises UserError for settings of something else, which would be ignored, and unless so many processes can train
+    together and each micro-batch of each gets a sample."""
+    fields = Config.model_fields
+    wrong = [f"{name} must be left out here, got {describe(value)}. It belongs to {facts(fields[name])['of']}."
+             for name in foreign(config, auto="ddp") if (value := getattr(config, name)) != fields[name].default]
+    if config.parallel in ("none", "dp") and world_size > 1:
+        got = f"got {config.parallel}. Each would train a model of its own."
+        wrong.append(f"parallel must be auto or ddp with {world_size} processes, {got}")
+    product = f"{world_size} process{'' if world_size == 1 else 'es'}"
+    product += f" x accumulate={config.accumulate}" if config.accumulate > 1 else ""
+    least = world_size * config.accumulate
+    if config.batch_size < least:
+        way_out = f"Set --batch-size {least}, or start fewer."
+        wrong.append(f"batch_size must be at least {least} ({product}), got {config.batch_size}. {way_out}")
     if wrong:
         raise UserError("\n".join(wrong))
 
@@ -164,7 +169,7 @@ def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
     changes = []
     for name, field in Config.model_fields.items():
         before, after = old.get(name, field.default), getattr(new, name)
-        if not facts(field)["affects_result"] or before == after:
+        if facts(field)["free"] or before == after:
             continue
         if name == "dataset" and str(before).startswith("hf:") and str(after).startswith("hf:"):
             continue  # a place, as data_dir is; whether its rows are others, the name of the data says
@@ -182,14 +187,13 @@ def to_yaml(config: Config) -> str:
             lines += ["", f"# {GROUPS[name]}"]
         if name in others:
             continue
-        of = f"{facts(field)['of']}: " if facts(field)["of"] else ""
         more = bounds(field) or " | ".join(literals(field))
-        line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {of}{field.description}"
+        line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {field.description}"
         lines.append(line + (f" [{more}]" if more else ""))
     return "\n".join(lines[1:]) + "\n"
 
 
-# Settings that are each right and cannot go together, with one another or with the number of processes --------------
+# Settings that are each right and cannot go together ------------------------------------------------------------------
 
 def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
     """Those of these settings: which to change, what it must be, and why."""
@@ -205,19 +209,6 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
         yield "data_dir", "a folder of class folders with dataset imagefolder", "Set it with --data-dir."
     if c.workload in ("images", "text") and c.dataset.startswith("hf:") and c.data_dir is not None:
         yield "data_dir", "null with dataset hf:PATH_OR_NAME", "The folder stands behind hf:"
-
-
-def check_world_size(config: Config, world_size: int) -> None:
-    """Raise UserError unless so many processes can train together and each micro-batch of each gets a sample."""
-    if config.parallel in ("none", "dp") and world_size > 1:
-        got = f"got {config.parallel}. Each would train a model of its own."
-        raise UserError(f"parallel must be auto or ddp with {world_size} processes, {got}")
-    product = f"{world_size} process{'' if world_size == 1 else 'es'}"
-    product += f" x accumulate={config.accumulate}" if config.accumulate > 1 else ""
-    least = world_size * config.accumulate
-    if config.batch_size < least:
-        way_out = f"Set --batch-size {least}, or start fewer."
-        raise UserError(f"batch_size must be at least {least} ({product}), got {config.batch_size}. {way_out}")
 
 
 # YAML by PyYAML with the scalars of YAML 1.2. PyYAML follows YAML 1.1, where `3e-4` is a text, `no` is false, `010` is

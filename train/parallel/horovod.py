@@ -5,7 +5,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,9 +33,6 @@ def load_horovod() -> Any:
 
 class Horovod(Method):
     """Horovod's DistributedOptimizer over gloo. Each rank holds the whole model and optimizer state."""
-
-    # Not in the moment of a loss: Horovod may raise it while the optimizer's step is being made
-    every_rank_has_all: ClassVar[bool] = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Method]:
@@ -74,9 +71,10 @@ class Horovod(Method):
         assert isinstance(distributed, torch.optim.Optimizer)
         return distributed
 
-    def step(self, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Wait for the averages first: clipping and the loss scaler look at the gradients."""
+    def wait_for_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self.group.collective(optimizer.synchronize)  # type: ignore[attr-defined]
+
+    def step(self, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         with optimizer.skip_synchronize():  # type: ignore[attr-defined]
             super().step(plain, optimizer, scaler)
 

@@ -25,11 +25,8 @@ class Method:
     does not override works as in one process: this class itself is the method none. `plain` is the user's module
     without wrappers."""
 
-    # Whether each rank holds all weights and the whole optimizer state
+    # Whether each rank holds all weights and the whole optimizer state. If not, a lost rank costs steps
     replicates_state: ClassVar[bool] = True
-    # Whether any rank alone can save all that the next attempt needs, at any moment between two changes of the weights.
-    # If not, a lost rank costs the steps since the newest checkpoint.
-    every_rank_has_all: ClassVar[bool] = True
 
     def __init__(self, config: Config, group: Group) -> None:
         self.config, self.group = config, group
@@ -56,6 +53,9 @@ class Method:
         """Around forward and backward of one micro-batch, in every step. Gradients are exchanged in its `last` one
         only: before, they add up locally."""
         return nullcontext()
+
+    def wait_for_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Until they are averaged, once the step's backward passes are over. A rank that is lost breaks this."""
 
     def step(self, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Clip the averaged gradients, update the weights, and drop the gradients."""
@@ -122,7 +122,6 @@ class FSDP(Method):
     """FSDP2, for models too large for one device: each parameter is split along its first dimension."""
 
     replicates_state: ClassVar[bool] = False
-    every_rank_has_all: ClassVar[bool] = False
 
     def split(self, plain: nn.Module) -> None:
         """Split each layer by itself, then what is left."""

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from rankup import Group, UserError
 
 from ..config import Config
-from ..workloads import Workload
+from ..workloads.workload import Workload
 
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices with a fused kernel for SGD and AdamW
 

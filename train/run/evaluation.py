@@ -19,7 +19,7 @@ from rankup import Group, UserError
 from ..config import Config
 from ..data.samples import Samples, load_batches, to_device
 from ..parallel.model import autocast
-from ..workloads import Sums, Workload
+from ..workloads.workload import Sums, Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,9 @@ from ..config import Config
 from ..data.samples import EpochSampler
 from ..parallel import method_name
 from ..parallel.methods import Method
-from ..workloads import Workload
 from ..workloads.classification import report
+from ..workloads.workload import Workload
 from . import weights
-from .evaluation import Result
 
 SAY_EVERY_S = 5.0
 # Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
@@ -98,16 +97,28 @@ def write_result(t: Training, *, seconds: float) -> None:
     if not group.is_rank0:
         return
     table, _ = report(t.tables, workload.classes)
+    metrics, figures = job.figures.metrics, job.figures
     if table:
-        job.figures.metrics.text("eval/confusion", f"```\n{table}\n```", step=job.step_number)
+        metrics.text("eval/confusion", f"```\n{table}\n```", step=job.step_number)
     method = method_name(config, group.world_size)
-    job.figures.metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
-    result = job.figures.result(
+    metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
+    result = figures.result(
         steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
         digest=weights.digest(state), data=workload.data_name, parallel=method,
     )
-    group.log.info(_table(result, workload.unit, goodput=job.figures.goodput_line(result["goodput"]),
-                          tensorboard=config.tensorboard))
+    board = config.tensorboard
+    rows = {
+        f"{workload.unit}/s": f"{result[f'{workload.unit}_per_s']:,.0f} (training alone)",
+        "seconds": f"{result['seconds']:.1f}",
+        "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
+        "goodput": figures.goodput_line(result["goodput"]),
+        "weights digest": result["digest"][:16],
+        "outputs": f"{result['run']}/ (result.json, checkpoints/{', tensorboard/' if board else ''})",
+    }
+    if "://" not in result["run"]:
+        curves = f", tensorboard --logdir {result['run']}" if board else ""
+        rows["next"] = f"rankup status {result['run']}{curves}"
+    group.log.info(f"finished after {result['step']} steps\n{two_columns(result['metrics'], rows)}")
 
 
 def shown_settings(config: Config, *, method: str, world_size: int) -> dict[str, bool | int | float | str]:
@@ -127,27 +138,7 @@ def _peak_memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
-def _table(result: dict[str, Any], unit: str, *, goodput: str, tensorboard: bool) -> str:
-    rows = {
-        f"{unit}/s": f"{result[f'{unit}_per_s']:,.0f} (training alone)",
-        "seconds": f"{result['seconds']:.1f}",
-        "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
-        "goodput": goodput,
-        "weights digest": result["digest"][:16],
-        "outputs": f"{result['run']}/ (result.json, checkpoints/{', tensorboard/' if tensorboard else ''})",
-    }
-    if "://" not in result["run"]:
-        curves = f", tensorboard --logdir {result['run']}" if tensorboard else ""
-        rows["next"] = f"rankup status {result['run']}{curves}"
-    return f"finished after {result['step']} steps\n{_two_columns(result['metrics'], rows)}"
-
-
-def evaluation_table(result: Result, *, step: int, digest: str) -> str:
-    rows = {"samples": str(result.count), "step": str(step), "weights digest": digest[:16]}
-    return _two_columns(result.metrics, rows)
-
-
-def _two_columns(metrics: dict[str, float], more: dict[str, str]) -> str:
+def two_columns(metrics: dict[str, float], more: dict[str, str]) -> str:
     """One row a line, the values aligned."""
     rows = {name.replace("_", " "): f"{value:.4f}" for name, value in sorted(metrics.items())} | more
     width = max(len(name) for name in rows)

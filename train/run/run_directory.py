@@ -32,7 +32,7 @@ def open_run_directory(config: Config, group: Group, method: Method, *, fresh: b
         tensorboard=config.tensorboard, setup_timeout_s=config.setup_timeout_s, step_timeout_s=config.step_timeout_s,
         save_timeout_s=config.save_timeout_s, store=config.run_dir if rankup.urls.is_url(config.run_dir) else "",
         mirror=config.mirror or "", save=config.save, sharded=config.checkpoint_format == "sharded", share_all=True,
-        can_rescue=method.every_rank_has_all, tracker=config.tracker, shown=config.model_dump(mode="json"),
+        tracker=config.tracker, shown=config.model_dump(mode="json"),
         check=partial(_check_settings, config=config, group=group),
         finished=lambda newest, result: _is_finished(newest, result, config, group),
     )

@@ -13,6 +13,7 @@ import rankup
 from rankup import Group, UserError
 
 from ..config import Config
+from ..data import one_line
 from .run_directory import check
 
 
@@ -65,9 +66,8 @@ def _read(path: Path, place: str) -> Any:
     except FileNotFoundError:
         raise UserError(f"init_from must name an existing file or checkpoint directory, got {place}.") from None
     except Exception as error:  # torch.load raises half a dozen unrelated types for a damaged file
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        text = f"init_from: {place} must hold safetensors, or weights that load with weights_only, got: {reason}"
-        raise UserError(text) from None
+        rule = "safetensors, or weights that load with weights_only"
+        raise UserError(f"init_from: {place} must hold {rule}, got: {one_line(error)}") from None
 
 
 def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None], *, place: str = "") -> None:

@@ -3,67 +3,37 @@
 A user's own is a module with `build(config) -> Workload`, named by its import path: `--workload mypkg.job:build`.
 """
 
-import importlib
-import os
-from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
-from torch.utils.data import IterableDataset, TensorDataset
+from pydantic import JsonValue
 
-from rankup import UserError
+from ..setting import Settings, path, setting
 
-from ..config import Config
-from ..data.samples import MapSamples, Samples, TensorSamples
-from .workload import Sums, Workload
-
-__all__ = ["Sums", "TensorSamples", "Workload", "load"]
+# Modules in here, each with a function `build`
+WORKLOADS = ("images", "text")
+RULE = f"{', '.join(WORKLOADS)} or module:function"
 
 
-def load(config: Config, *, pretrained: bool = True) -> Workload:
-    """Build the workload that the settings name. Raises UserError. `pretrained` False: a checkpoint's weights will
-    replace those that the model begins with, so these need not exist."""
-    if ":" in config.workload:
-        return _load_own(config)
-    found: Workload = importlib.import_module(f".{config.workload}", __name__).build(config, pretrained=pretrained)
-    return found
+class WorkloadSettings(Settings):
+    """Which workload, and what it has."""
+
+    workload: str = setting("images", f"What is trained: {', '.join(WORKLOADS)}, or your own module:function.",
+                            pattern=rf"^({'|'.join(WORKLOADS)}|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$", rule=RULE)
+    model: str = setting("cnn", "cnn, mlp, or one of torchvision's: resnet18 and so on.",
+                         pattern=r"^[A-Za-z]\w*$", rule="cnn, mlp or the name of a torchvision classifier",
+                         of="--workload images")
+    max_seq_len: int = setting(128, "Longer texts are cut to so many tokens.", ge=4, of="--workload text")
+    bert_dir: str | None = path(
+        "A BERT's folder: config, vocabulary, weights; null: small encoder.", free=True, of="--workload text")
+    # Only what YAML and JSON both hold: the options are saved with the run and compared when it is resumed
+    options: dict[str, JsonValue] = setting(
+        {}, "Free settings: --options.key value.", of="--workload MODULE:FUNCTION",
+        rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
+    init_from: str | None = path("Start from these weights: a checkpoint or a state dict, or its address.")
+    dropout: float = setting(0.0, "Share of activations dropped in training.", ge=0, lt=1)
 
 
-def _load_own(config: Config) -> Workload:
-    module_name, _, path = config.workload.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # an import inside the user's module failed: the traceback says where
-        raise UserError(
-            f'workload must be "images", "text" or module:function, got "{config.workload}": no module "{error.name}" '
-            f"in {os.getcwd()} or on PYTHONPATH."
-        ) from None
-    build_own: Any = module
-    for name in path.split("."):
-        build_own = getattr(build_own, name, None)
-    if not callable(build_own):
-        raise UserError(f'workload: {module_name} ({module.__file__}) must have a function "{path}", got none.')
-    workload = build_own(config)
-    if not isinstance(workload, Workload):
-        got = type(workload).__name__
-        raise UserError(f"workload: {config.workload} must return a train.workloads.Workload, got {got}.")
-    # Evaluated samples are the same whatever the run's seed, even those that draw random numbers
-    train = _samples(config, "train", workload.train, seed=config.seed)
-    return replace(workload, train=train, evaluation=_samples(config, "evaluation", workload.evaluation, seed=0))
-
-
-def _samples(config: Config, purpose: str, given: Any, *, seed: int) -> Samples:
-    """`given` itself, or samples made of a map-style Dataset: of what takes an index, as Hugging Face's does, whose
-    method `batch` means something else. Raises UserError for anything else, and for none."""
-    samples: Any = given
-    if type(given) is TensorDataset and len(given.tensors) == 2:  # by index, many times faster than one by one
-        samples = TensorSamples(*given.tensors)
-    elif hasattr(given, "__getitem__") and not isinstance(given, IterableDataset):
-        samples = MapSamples(given, seed=seed)
-    if not hasattr(samples, "batch") or not hasattr(given, "__len__"):
-        rule = "a map-style Dataset, with __getitem__ and __len__, or samples with batch() and __len__"
-        raise UserError(f"workload: {purpose} of {config.workload} must be {rule}, got {type(given).__name__}.")
-    if len(samples) == 0:
-        raise UserError(f"workload: {config.workload} must have samples to use for {purpose}, got none.")
-    return samples  # type: ignore[no-any-return]
+def __getattr__(name: str) -> Any:
+    """What is in `workload`, when it is asked for: the settings need no torch."""
+    return resolve_name(f"{__name__}.workload:{name}")

@@ -37,6 +37,7 @@ def normalizer(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[tor
 
 def build(config: Config, *, pretrained: bool = True) -> Workload:
     """The workload of `config.dataset` and `config.model`, whose weights begin at random. Raises UserError."""
+    train: TensorSamples | FileSamples
     train, test = load(config)
     if isinstance(train, TensorSamples):
         if isinstance(augment := config.augment, str):  # their edges are gone

@@ -13,7 +13,7 @@ from tests.rigs.jobs import ROOT
 from tests.rigs.kube import CLAIMS, IMAGE, K8S, TRAINING, kustomized, one, problems, rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of
 from train.commands.line import parse_args
-from train.config import Config, check_world_size, load_config
+from train.config import Config, check_run, load_config
 
 Object = dict[str, Any]
 CODE = ("own", "script", "")  # which exclude each other
@@ -68,7 +68,7 @@ def check_command(pods: list[Object], what: str) -> None:
             assert given.words[:2] == ["train/main.py", "train"]
             config = config_of(given.words[1:])
             for count in range(least, most + 1):
-                check_world_size(config, count * nproc)
+                check_run(config, count * nproc)
             assert (config.device, config.parallel) == (
                 "cuda" if "gpu" in what else Config().device, "fsdp" if "fsdp" in what else Config().parallel
             )

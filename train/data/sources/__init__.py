@@ -1,22 +1,61 @@
-"""Data sources: each named data set becomes samples, in memory or in files that are decoded one at a time."""
+"""Data sources: each named data set becomes samples, in memory or in files that are decoded one at a time; and their
+settings. No torch here."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any, Literal
 
-from ...config import Config
-from ...config.settings import SOURCES
+from ...setting import Count, Natural, Settings, free, path, setting
+from .fetch import KNOWN
 
-if TYPE_CHECKING:
-    from ..file_samples import FileSamples
-    from ..samples import TensorSamples
+# `dataset` -> module in here, and the function (config) -> (training half, test half) in it. A new data set is a
+# function and a line in this table; one that torchvision reads is a line in KNOWN.
+SOURCES = {
+    **dict.fromkeys(KNOWN, "in_memory:of_torchvision"),
+    "imagefolder": "imagefolder:load",
+    "fake": "in_memory:fake",
+    "hf:PATH_OR_NAME": "huggingface:load",
+}
+NAMES = ", ".join(SOURCES)
+Augment = bool | Literal["imagenet", "trivial"]
+_of_hf = partial(setting, min_length=1, rule="a name", of="--dataset hf")
 
 
-def load(config: Config) -> tuple[TensorSamples, TensorSamples] | tuple[FileSamples, FileSamples]:
-    """The training half and the test half of `config.dataset`, cut to limit_train and limit_eval, in `image_size`. The
-    set is downloaded if it is nowhere. Raises UserError, one line with the file's path, for data that are missing or
-    damaged."""
-    module, _, function = SOURCES.get(config.dataset, SOURCES["hf:PATH_OR_NAME"]).partition(":")
-    train, test = getattr(importlib.import_module(f".{module}", __package__), function)(config)
+class DataSettings(Settings):
+    """Which data set, and what it has."""
+
+    dataset: str = setting("fashion-mnist", f"The data: {NAMES}.", rule=f"one of {NAMES}",
+                           pattern=f"^({'|'.join(SOURCES).replace('PATH_OR_NAME', '.+')})$")
+    data_dir: str | None = path("Folder of the data; null: look in the usual places, then download.", free=True)
+    image_size: int | None = setting(
+        None, "Height and width of images in pixels; null: theirs.", ge=8, of="--workload images")
+    augment: Augment = setting(
+        False, "Change the training images at random. true: shift and flip; imagenet: its random crops and flips; "
+        "trivial: TrivialAugmentWide besides. The last two are for imagefolder and hf.",
+        rule="true, false, imagenet or trivial", of="--workload images")
+    limit_train: Natural = setting(0, "Use only the first so many training samples; 0: all.")
+    limit_eval: Natural = setting(0, "Evaluate on only the first so many samples; 0: all.")
+    eval_split: Literal["dev", "test"] = free(
+        "dev", "Which part to evaluate on, where there are both.", of="--workload text or --dataset hf")
+
+    fake_samples: Count = setting(1024, "How many images it has.", of="--dataset fake")
+    fake_classes: int = setting(10, "How many classes it has.", ge=2, of="--dataset fake")
+
+    hf_config: str | None = _of_hf(None, "Which configuration of the data set; null: the only or default one.")
+    input_column: str | None = _of_hf(None, "Column of the images or texts; null: image, or text.")
+    label_column: str = _of_hf("label", "Column of the labels.")
+    hf_train_split: str = _of_hf("train", "Rows to train on: a split, or part of one such as train[:90%].")
+    hf_eval_split: str | None = _of_hf(
+        None, "Rows to evaluate on; null: validation or test, as eval_split says.", free=True)
+    hf_download: bool = free(
+        False, "hf:NAME may be a name at the Hugging Face hub, downloaded once.", of="--dataset hf")
+
+
+def load(config: DataSettings) -> tuple[Any, Any]:
+    """The training half and the test half of `config.dataset`, both TensorSamples or both FileSamples, cut to
+    limit_train and limit_eval, in `image_size`. The set is downloaded if it is nowhere. Raises UserError, one line with
+    the file's path, for data that are missing or damaged."""
+    train, test = resolve_name(f"{__name__}.{SOURCES.get(config.dataset, SOURCES['hf:PATH_OR_NAME'])}")(config)
     return train.cut(config.limit_train, config.image_size), test.cut(config.limit_eval, config.image_size)

@@ -48,6 +48,23 @@ class Remote:
     mirror: bool = True  # whether a mirrored image still shows its class; a mirrored 2 does not
 
 
+# `dataset` -> what it is. A data set that torchvision reads needs nothing else
+KNOWN = {
+    # Pictures of clothes (Xiao et al. 2017), the default
+    "fashion-mnist": Remote(
+        kind="FashionMNIST", folder="FashionMNIST", mean=(0.2860,), std=(0.3530,),
+        package="dataset-fashion-mnist", packed=Path("/usr/share/datasets/fashion-mnist"),
+    ),
+    # Handwritten digits (LeCun et al. 1998)
+    "mnist": Remote(kind="MNIST", folder="MNIST", mean=(0.1307,), std=(0.3081,), mirror=False),
+    "cifar10": Remote(
+        kind="CIFAR10", folder="cifar-10-batches-py", mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)
+    ),
+    # Handwritten too, 1438 and 359 of 8 x 8 pixels, in the layout of MNIST: never fetched
+    "digits": Remote(kind="MNIST", folder="MNIST", mean=(0.2873,), std=(0.3537,), mirror=False),
+}
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 

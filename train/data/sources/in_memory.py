@@ -11,24 +11,9 @@ from rankup import UserError
 from ...config import Config
 from .. import one_line
 from ..samples import TensorSamples
-from .fetch import NotFetched, Remote, locate, say
+from .fetch import KNOWN, NotFetched, locate, say
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "digits"
-
-KNOWN = {
-    # Pictures of clothes (Xiao et al. 2017), the default
-    "fashion-mnist": Remote(
-        kind="FashionMNIST", folder="FashionMNIST", mean=(0.2860,), std=(0.3530,),
-        package="dataset-fashion-mnist", packed=Path("/usr/share/datasets/fashion-mnist"),
-    ),
-    # Handwritten digits (LeCun et al. 1998)
-    "mnist": Remote(kind="MNIST", folder="MNIST", mean=(0.1307,), std=(0.3081,), mirror=False),
-    "cifar10": Remote(
-        kind="CIFAR10", folder="cifar-10-batches-py", mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)
-    ),
-    # Handwritten too, 1438 and 359 of 8 x 8 pixels, in the layout of MNIST: never fetched
-    "digits": Remote(kind="MNIST", folder="MNIST", mean=(0.2873,), std=(0.3537,), mirror=False),
-}
 
 
 def of_torchvision(config: Config) -> tuple[TensorSamples, TensorSamples]:
@@ -87,19 +72,19 @@ GRID = 4  # each class is a pattern of 4 x 4 squares per channel
 def fake(config: Config) -> tuple[TensorSamples, TensorSamples]:
     """`fake_samples` images to train on, a quarter as many to test on: uint8 [N, 3, S, S], S = image_size or 32: the
     pattern of a class (0 or 64) plus noise (0..191), integers alone, which every kind of CPU draws alike."""
-    count = config.fake_samples
-    return _fake_half(config, count, seed=21), _fake_half(config, max(1, count // 4), seed=22)
-
-
-def _fake_half(config: Config, count: int, *, seed: int) -> TensorSamples:
     num_classes, image_size = config.fake_classes, config.image_size or 32
-    shared, own = torch.Generator().manual_seed(20), torch.Generator().manual_seed(seed)
+    shared = torch.Generator().manual_seed(20)
     patterns = torch.randint(0, 2, (num_classes, 3, GRID, GRID), generator=shared, dtype=torch.uint8) * 64
     cell = torch.arange(image_size) * GRID // image_size
-    labels = (torch.arange(count) % num_classes)[torch.randperm(count, generator=own)]
-    images = torch.randint(0, 192, (count, 3, image_size, image_size), generator=own, dtype=torch.uint8)
-    images += patterns[labels][:, :, cell][:, :, :, cell]
-    return TensorSamples(
-        images, labels, tuple(f"class {number}" for number in range(num_classes)), mean=(0.5,) * 3, std=(0.25,) * 3,
-        name="fake", origin="made up, no real images",
-    )
+
+    def half(count: int, *, seed: int) -> TensorSamples:
+        own = torch.Generator().manual_seed(seed)
+        labels = (torch.arange(count) % num_classes)[torch.randperm(count, generator=own)]
+        images = torch.randint(0, 192, (count, 3, image_size, image_size), generator=own, dtype=torch.uint8)
+        images += patterns[labels][:, :, cell][:, :, :, cell]
+        return TensorSamples(
+            images, labels, tuple(f"class {number}" for number in range(num_classes)), mean=(0.5,) * 3,
+            std=(0.25,) * 3, name="fake", origin="made up, no real images",
+        )
+
+    return half(config.fake_samples, seed=21), half(max(1, config.fake_samples // 4), seed=22)

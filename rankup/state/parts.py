@@ -1,0 +1,255 @@
+"""Parts of split state in the memory of nodes.
+
+Where no rank holds the whole state (FSDP2), each keeps its own part of a recent step: a sharded copy with the file of
+one rank. With several nodes a rank of the next node holds a second one, unless a rank there holds the same part anyway
+(hybrid sharding), as in Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory
+Checkpoints", SOSP 2023. All ranks copy their parts after the same commit, and a thread does the rest. Before the next
+ones all ranks agree that the last ones are whole: a rank keeps two, and at any moment the ranks have whole parts of one
+step.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankup.agent.processes import memory_available
+from rankup.errors import UserError, reason
+from rankup.group.group import Group
+from rankup.places.files import discard, read_json, remove_unfinished
+from rankup.state import copies
+from rankup.state.choice import Candidate
+from rankup.state.copies import MANIFEST, STATE, Content, Damaged, find_problem, list_copies, step_of, to_json
+from rankup.state.memory import in_memory, node_id, remove, remove_abandoned
+from rankup.state.reading import Copy
+from rankup.state.saver import HostCopies, Writing
+from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, place_of, to_file
+from rankup.timing import HURRY_S, SHARE
+
+FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
+
+
+class Parts:
+    """Keeps this rank's part of the run with this id, and those of other nodes' ranks that it is asked to hold.
+    `wanted`: there is something to keep, because state is split among ranks."""
+
+    def __init__(self, group: Group, run: str, every: int | None) -> None:
+        """`every`: steps from one to the next; 0 for none at all, None so that they cost `SHARE` of the time."""
+        self.group, self.run, self.every = group, run, every
+        self.wanted = False
+        self._next = self._taken = 0  # steps
+        self._taken_s = self._cost_s = self._beside_s = 0.0  # when, what the last one cost, and its thread
+        self._copies, self._writing = HostCopies(group.device), Writing("part", math.inf)
+        self._known: list[Any] = []  # of each rank: its node, what says which part it holds, and bytes of that
+        self._folders: dict[int, Path] = {}  # by rank: those of the parts that are kept here
+        self._peer: int | None = None
+        self._link: Any = None  # threads send in a group of their own
+
+    def due(self, step: int) -> bool:
+        """Whether all ranks take their parts after this step."""
+        return self.wanted and self.every != 0 and (step % self.every == 0 if self.every else step >= self._next)
+
+    def take(self, step: int, make: Callable[[], tuple[bytes, dict[str, Any]]]) -> None:
+        """Copy this rank's part of the state of this step. All ranks call this, before that state changes. What fails
+        is one line. `make` returns the contents of `state.json`, and the tracked items with split tensors."""
+        group = self.group
+        group.collective(self._writing.join)
+        began_s, used_s = time.perf_counter(), time.thread_time()
+        record, state = make()
+        nodes, tensors = encode(state)
+        parts, places = local_parts(tensors)
+        problem = reason(failure) if (failure := self._writing.failure) is not None else ""
+        which, size = _which(nodes, tensors), sum(part.nbytes for part in parts.values())
+        answers = group.gather([problem, self._gap(step, began_s), node_id(), which, size])
+        problems, gaps, *about = zip(*answers, strict=True)
+        known = list(zip(*about, strict=True))
+        if not any(problems) and known != self._known:
+            self._known, problem = known, self._find_room(known)
+            problems = tuple(group.gather(problem))
+        if any(problems):
+            self._stop()
+            if problem:
+                group.log.warning(f"no part of the state is kept in memory from now on: {problem}")
+            return
+        file = TensorFile(self._copies.take(parts), places)
+        alike = [rank for rank, (_, other, _) in enumerate(known) if other == which]
+        record = to_json({**json.loads(record), "ranks": alike})
+        self._writing.start(lambda: self._write(step, {STATE: record, TREE: to_file(nodes), file_of(group.rank): file}))
+        self._next, self._taken, self._taken_s = step + max(gaps), step, began_s
+        self._cost_s = time.thread_time() - used_s
+
+    def wait(self) -> None:
+        """Let a part get done that is under way, because this process is about to end. Raises nothing."""
+        self._writing.join(HURRY_S)
+
+    def close(self) -> None:
+        """The state is saved, and the training ends: free the memory. All ranks call this."""
+        if self.wanted:
+            self.group.collective(self._writing.join)
+            self.group.barrier()
+        self._stop()
+        remove(self.run)
+
+    def distrust(self) -> None:
+        """What this rank holds may be wrong: its node's parts go."""
+        self.wait()
+        if self._folders:
+            remove(self.run)
+
+    def _stop(self) -> None:
+        """Take no more, and free the memory for the next one. None is written now."""
+        self.wanted = False
+        self._copies, self._writing.failure = HostCopies(self.group.device), None  # whose traceback holds copies too
+
+    def _gap(self, step: int, now_s: float) -> int:
+        """How many steps from this part to the next one, by what the last one cost."""
+        if not self._taken:
+            return FIRST
+        step_s = (now_s - self._taken_s) / max(1, step - self._taken)
+        return min(max(1, math.ceil((self._cost_s + self._beside_s) / SHARE / step_s)), 2**30)
+
+    def _find_room(self, known: list[Any]) -> str:
+        """Find folders for the parts that this rank holds. All ranks call this. Returns why there are none, or ""."""
+        group = self.group
+        peers = [peer_of(rank, known) for rank in range(group.world_size)]
+        if self._link is None and any(peer is not None for peer in peers):
+            self._link = dist.new_group(backend="gloo")
+        self._peer = peers[group.rank]
+        held = [rank for rank, peer in enumerate(peers) if group.rank in (rank, peer)]
+        here = sum(node == known[group.rank][0] for node, _, _ in known)
+        remove_abandoned()
+        try:
+            # Two of each part stay, and a third is in the ranks' own memory. A quarter more stays free
+            needed = 1.25 * 3 * here * sum(known[rank][2] for rank in held)
+            home = in_memory(lambda home: home, needed, free=memory_available())
+        except UserError as error:
+            return str(error)
+        self._folders = {rank: home / _folder_of(self.run, rank) for rank in held}
+        return ""
+
+    # In a thread ------------------------------------------------------------------------------------------------
+
+    def _write(self, step: int, files: dict[str, Content]) -> None:
+        began_s, used_s = time.perf_counter(), time.thread_time()
+        path: Path | None = None
+        try:
+            copying_s = self._copies.wait()
+            path = _keep(self._folders[self.group.rank], step, files)
+        finally:  # a rank that fails has to say so: the others wait for its part
+            sent = _send(path, self._peer, self._link) if self._peer is not None else []
+            received = {rank: _receive(rank, self._link) for rank in self._folders if rank != self.group.rank}
+            for work, _ in sent:
+                work.wait()
+        for rank, part in received.items():
+            if part is not None:
+                _keep(self._folders[rank], *part)
+        # Beside a GPU the thread has a processor for itself; but the next part must not have to wait for it
+        beside = max(copying_s, 2 * SHARE * (time.perf_counter() - began_s))
+        self._beside_s = time.thread_time() - used_s if self.group.device.type == "cpu" else beside
+
+
+def _keep(folder: Path, step: int, files: Mapping[str, Content]) -> Path:
+    """Write a part beside the last one, which all ranks know to be whole. Raises UserError."""
+    for older in list_copies(folder)[:-1]:
+        discard(older)
+    remove_unfinished(folder)
+    return copies.save(folder, files, step=step, keep=2)
+
+
+def _which(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
+    """Equal for two ranks that hold the same part."""
+    places = sorted({str(place_of(tensor)) for tensor in tensors.values() if hasattr(tensor, "to_local")})
+    # The state of a rank's own loader is in nobody else's part
+    return json.dumps([places, [sorted(node) for node in nodes.values() if isinstance(node, dict)]])
+
+
+def peer_of(rank: int, known: list[Any]) -> int | None:
+    """The rank on the next node that holds this one's part too; None where nobody has to. `known`: see `Parts`."""
+    own, which, _ = known[rank]
+    nodes = list(dict.fromkeys(node for node, _, _ in known))
+    if len(nodes) == 1 or any(other == which and node != own for node, other, _ in known):
+        return None
+    on = {node: [number for number, (each, _, _) in enumerate(known) if each == node] for node in nodes}
+    there = on[nodes[(nodes.index(own) + 1) % len(nodes)]]
+    return int(there[on[own].index(rank) % len(there)])
+
+
+def _folder_of(run: str, rank: int) -> str:
+    return f"{run}.rank-{rank:05d}"
+
+
+# Going on -------------------------------------------------------------------------------------------------------
+
+
+def load(parts: Sequence[Candidate], group: Group) -> Copy:
+    """This rank's one of the `parts` of a step as a copy, if all ranks have whole ones. All ranks call this. A damaged
+    one is removed, and another node's is taken in its place. Raises Damaged, on all ranks, where that can't be."""
+    nodes, left, why = group.gather(node_id()), [*parts], ""
+    while True:
+        path, problem, chosen = Path(), "", list[Candidate]()
+        for rank, node in enumerate(nodes):
+            able = [one for one in left if rank in one.ranks]
+            if not able:
+                raise Damaged(parts[0].where, why)
+            chosen.append(min(able, key=lambda one: one.node != node))
+        for rank, one in enumerate(chosen):
+            moved = one.node != nodes[rank]
+            if moved and group.rank == one.rank:
+                whole = Path(one.where) if not find_problem(Path(one.where)) else None
+                for work, _ in _send(whole, rank):
+                    group.collective(work.wait)
+            if group.rank == rank:
+                path = Path(one.where)
+                if moved:
+                    path, problem = _take_over(_receive(one.rank), _folder_of(one.run, rank))
+        damage = "" if problem else find_problem(path)
+        if damage:
+            group.log.warning(f"a part in memory was passed over: {path}: {damage}")
+            discard(path)
+        problems = group.gather(problem or damage)
+        if not any(problems):
+            # One for all: rank 0 alone may know the values of the last evaluation
+            return Copy(path, group.broadcast(read_json(path / STATE)), {}, sharded=True)
+        why = next(filter(None, problems))
+        bad = [one for one, problem in zip(chosen, problems, strict=True) if problem]
+        left = [one for one in left if one not in bad]
+
+
+def _take_over(part: tuple[int, dict[str, Content]] | None, name: str) -> tuple[Path, str]:
+    """Keep a part that was received. Returns where, and what is wrong."""
+    if part is None:
+        return Path(), "it is damaged on the node that has it"
+    step, files = part
+    try:
+        needed = sum(map(len, files.values()))
+        return in_memory(lambda home: copies.save(home / name, files, step=step, keep=2), needed), ""
+    except UserError as error:
+        return Path(), str(error)
+
+
+def _send(path: Path | None, to: int, link: Any = None) -> list[tuple[Any, torch.Tensor]]:
+    """Begin to send a part, or that there is none. Returns what to wait for, and what has to live until then."""
+    files = [file for file in path.iterdir() if file.name != MANIFEST] if path is not None else []
+    sizes = {file.name: file.stat().st_size for file in files}
+    note = json.dumps([step_of(path), sizes] if path is not None else None).encode()
+    tensors = [torch.tensor(len(note)), torch.frombuffer(bytearray(note), dtype=torch.uint8)]
+    tensors += [torch.from_file(str(file), size=sizes[file.name], dtype=torch.uint8) for file in files]
+    return [(dist.isend(tensor, to, group=link), tensor) for tensor in tensors]
+
+
+def _receive(source: int, link: Any = None) -> tuple[int, dict[str, Content]] | None:
+    """What `_send` sends: the step, and the contents of the files."""
+    def receive(length: int) -> bytearray:
+        content = bytearray(length)
+        dist.recv(torch.frombuffer(content, dtype=torch.uint8), source, group=link)
+        return content
+
+    size = torch.zeros((), dtype=torch.int64)
+    dist.recv(size, source, group=link)
+    note = json.loads(receive(int(size)))
+    return None if note is None else (note[0], {name: receive(length) for name, length in note[1].items()})
