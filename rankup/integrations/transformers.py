@@ -14,7 +14,6 @@ none holds: use the Trainer's checkpoints. These, its loggers and other callback
 import copy
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +61,7 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self.job.clock.watch(wrapped)
         self.job.track(optimizer=objects["optimizer"], scheduler=objects["lr_scheduler"])
         self.job.begin()
-        self.job.agreement.rest_at = math.inf  # the record has times, which differ between ranks
+        self.job.agreement.rest_at = float("inf")  # the record has times, which differ between ranks
         if state.global_step > self._progress["settled"]:
             trainer, due = self.trainer, self.trainer.callback_handler
             for event in (due.on_step_end, due.on_epoch_end)[: 1 + (state.epoch == int(state.epoch))]:

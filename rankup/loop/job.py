@@ -159,8 +159,7 @@ class Job:
             yield self.epoch
             self.stop_here()
             # A loader that each epoch builds anew would stay alive, and its lasting workers with it
-            used = {id(source.loader) for source in self.live.sources.values()}
-            self._batches = {key: each for key, each in self._batches.items() if key in used}
+            self._batches = {key: each for key, each in self._batches.items() if each in self.live.begun}
             self.live.begin_epoch()
             if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
                 self.tracked.check_unchanged(after_epoch=True)

@@ -5,7 +5,6 @@ import contextlib
 import json
 import platform
 from dataclasses import dataclass, field, fields
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ class Live:
         self.epoch, self.has_epochs = position.epoch, False
         self.streams, self.loaders = [*position.streams], [*position.loaders]
         self.begun, self.sources, self.tells = list[Any](), dict[int, Any](), bool(states)
-        self.left = dict(enumerate(state for _, state in zip_longest(self.streams, states[: len(self.streams)])))
+        self.left = {n: states[n] if n < len(states) else None for n in range(len(self.streams))}
         self.running: list[Any] = []
         self.fetched, self.weight, self.weight_asked = 0, 1.0, False
         self.changes_to_repeat = position.changes
@@ -69,8 +68,7 @@ class Live:
         """By pass what the loaders say of themselves that can be asked; empty where none can."""
         if not self.tells:
             return []
-        sources = self.sources.items()
-        said = self.left | {n: each.loader.state_dict() if each.tells else None for n, each in sources}
+        said = self.left | {n: each.loader.state_dict() if each.tells else None for n, each in self.sources.items()}
         return [said[number] for number in range(len(self.streams))]
 
 
