@@ -50,10 +50,11 @@ build() { # DOCKERFILE IMAGE [OPTION...]: builds the image, and removes it again
   log=$(mktemp)
   # As a user that the image does not know, who may write to /tmp alone
   docker run --rm --network none --read-only --tmpfs /tmp:mode=1777 --cap-drop ALL --security-opt no-new-privileges \
-    --user 54321:54321 --entrypoint sh "$image" -c '
-      python -c "import torch, torchvision
-print(\"image: torch\", torch.__version__, \"torchvision\", torchvision.__version__)"
-      exec python -m train.main train --dataset digits --max-steps 2 --run-dir /tmp/runs' > "$log" 2>&1 ||
+    --user 54321:54321 --entrypoint python "$image" -c '
+import torch, torchvision
+print("image: torch", torch.__version__, "torchvision", torchvision.__version__)
+from train.main import main
+raise SystemExit(main("train --dataset digits --max-steps 2 --run-dir /tmp/runs".split()))' > "$log" 2>&1 ||
     { cat "$log" >&2; rm "$log"; docker rmi -f "$image" > /dev/null; fail "removed $image, it does not work: see above"; }
   grep '^image:' "$log"
   rm "$log"

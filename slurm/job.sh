@@ -37,8 +37,9 @@ tasks=${SLURM_NTASKS:+$SLURM_TASKS_PER_NODE} # "2(x2)"; "3,1" is what Slurm may 
 [[ $tasks != *,* ]] || fail "the $SLURM_NTASKS tasks are spread unevenly over the nodes: give --ntasks-per-node"
 nproc=${SLURM_GPUS_ON_NODE:-${tasks%(*}} nproc=${nproc:-${SLURM_NTASKS_PER_NODE:-1}}
 ((cpus >= nproc)) || say "$nproc processes share $cpus CPUs on each node: ask for more with --cpus-per-task"
-# Each agent gets all GPUs of its node, also where each task of the job was to get one
-gpus=(${SLURM_GPUS_PER_TASK:+--gpus-per-node="$nproc"})
+# Each agent gets all GPUs of its node, also where each task was to get one, or an --exclusive job asked for fewer
+gpus=(${SLURM_GPUS_ON_NODE:+--gpus-per-node="$nproc"})
+[[ -z ${SLURM_GPUS:-} ]] || gpus=() # sbatch --gpus: each node may have another number
 # srun would read these of the whole job, but they mean something else in a step; an address is that of an earlier job
 unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK \
   MASTER_ADDR MASTER_PORT

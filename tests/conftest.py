@@ -1,5 +1,6 @@
 """What holds for all tests: a clean environment, no skips in CI, no process left behind."""
 
+import gc
 import os
 import secrets
 import shutil
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """For this process and its children: nothing of a launcher, warnings are errors, one thread, one locale."""
+    gc.disable()  # as in the product: until the tests and what they import are there, it finds nothing
     keep = {"RANKUP_RUNS", "RANKUP_SEED"}
     if config.getoption("numprocesses", None) and not IS_WORKER:  # the workers read it too, and remove it
         keep.add("RANKUP_ENGINE")
@@ -83,6 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    gc.freeze()
+    gc.enable()
 
 
 def _is_pure(item: pytest.Item) -> bool:

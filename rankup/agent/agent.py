@@ -226,7 +226,10 @@ class Agent:
             if self._asked_s and after_s > timing.REPEAT_S:
                 self.finish(Verdict(STOPPED, f"{name} again, {after_s:.0f} s after the first: leaving at once"))
             self._asked_s = self._asked_s or time.monotonic()
-        if self.limits is not None and name == "SIGTERM" and (self._leaves or self.say("leaving")):
+        # In a job whose leader is lost just now, the next one hears of it
+        if self.limits is not None and name == "SIGTERM" and (
+            self._leaves or self.say("leaving") or self.attendance.basis["n"]
+        ):
             if not self._leaves:
                 log.info("SIGTERM: this node leaves, and the job goes on without it")
                 self._leave_for_good(Verdict(STOPPED, "this node was asked to leave"))
@@ -241,10 +244,10 @@ class Agent:
         self.begin(self._leave(verdict))
 
     async def _leave(self, verdict: Verdict) -> None:
-        """Once this node's ranks have ended with the others."""
+        """Once this node's ranks have ended with the others, and a leader is there to hear it."""
         await asyncio.sleep(timing.ENDING_S)  # the leader may have it that all leave
-        while not await self.ranks.ended_within(timing.ALIVE_S):
-            self.say("leaving")  # it may be another leader by now
+        while not (self.say("leaving") and await self.ranks.ended_within(timing.ALIVE_S)):
+            await asyncio.sleep(timing.ENDING_S)  # it may be another leader then
         if self.ranks.stopping:
             return  # all leave, and hear how the job ends
         self.say("left")

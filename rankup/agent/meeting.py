@@ -244,7 +244,7 @@ class Leader(Memberships):
 
     def _let_go(self, seat: Seat) -> None:
         """A node was asked to leave: the others go on without it, and if all leave, the job stops."""
-        seat.unfit, seat.leaves = "it was asked to leave", True
+        seat.unfit, seat.leaves = seat.unfit or "it was asked to leave", True
         if all(each.leaves for each in self.seats.values()):
             for each in self.seats.values():
                 each.unfit = ""  # all of them say how the job ends

@@ -156,17 +156,19 @@ def test_frozen_node_is_left_and_joins_anew_when_it_wakes(tmp_path: Path) -> Non
 
 
 def test_node_that_is_asked_to_leave_ends_nothing_else(tmp_path: Path) -> None:
-    """Node 0 too, which led."""
-    nodes = Nodes(tmp_path, "1:3", "--wait-for-node=1")
+    """Also while the leader is lost, and one that leads."""
+    nodes = Nodes(tmp_path, "1:5", "--wait-for-node=1")
     with ended(nodes.job) as job:
-        attempt = nodes.begin(3)
-        for node, left in ((2, 2), (0, 1)):
+        attempt = nodes.begin(5)
+        for node, left in ((4, 4), (3, 2), (1, 1)):
+            if node == 3:
+                nodes.kill(0)
             nodes.agents[node].terminate()
             attempt = nodes.attempt(left, after=attempt)
             assert job.processes[node].wait(100) == 143
         nodes.go()
-        assert job.wait() == [143, 0, 143], job.output
-    assert "this node leaves, and the job goes on without it" in job.outputs[0]
+        assert job.wait() == [-9, 143, 0, 143, 143], job.output
+    assert "this node leaves, and the job goes on without it" in job.outputs[1]
     assert len(nodes.jobs()) == 1
 
 

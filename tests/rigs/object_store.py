@@ -75,9 +75,9 @@ class S3:
     def __init__(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+            from moto.moto_server.werkzeug_app import create_backend_app
 
-            self.store = DomainDispatcherApplication(create_backend_app)
+            self.store = create_backend_app("s3")  # moto's server itself looks through its folders at each request
             assert Client(self.store).put(f"/{BUCKET}", base_url="http://127.0.0.1").status_code == 200
         self.open = Door(self.store, "127.0.0.1", None)
         self.env, self.close = self.open.env, self.open.close

@@ -142,7 +142,7 @@ def test_slurm_script_of_ones_own_gets_its_arguments_as_they_are(tmp_path: Path)
 
 def test_slurm_counts_come_from_the_allocation_and_pyxis_gets_its_image(tmp_path: Path) -> None:
     image = "registry.example.org#me/rankup:1"
-    tasks = {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_GPUS_PER_TASK": "1"}
+    tasks = {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
     job = Started(tmp_path, "0", SLURM_GPUS_ON_NODE="4", IMAGE=image, **tasks)
     code, said = job.run("--epochs", "9")
     assert (code, "4 processes share 2 CPUs" in said) == (0, True), said
