@@ -6,9 +6,9 @@
     trainer.train(resume_from_checkpoint=callback.checkpoint())
     job.finish()
 
-All promises hold where each rank has the whole model. After a resume the Trainer reads the earlier batches and skips
-them. With FSDP and DeepSpeed by the Trainer's own settings none holds: use the Trainer's checkpoints. These, its
-loggers and other callbacks stay as they are.
+All promises hold where each rank has the whole model. A resume first does what was due after the last finished step,
+such as an evaluation. The Trainer reads the earlier batches and skips them. With FSDP and DeepSpeed by its own settings
+none holds: use the Trainer's checkpoints. These, its loggers and other callbacks stay as they are.
 """
 
 import copy
@@ -17,7 +17,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from transformers import TrainerCallback
 
 from rankup import Job
@@ -33,7 +32,8 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, job: Job, trainer: Any) -> None:
         self.job, self.trainer, self._step = job, trainer, job.step()
-        self._progress: dict[str, Any] = {}  # the Trainer's own record of it, as of the last finished step
+        # The Trainer's own record of it; the last step after which all that was due has been done
+        self._progress: dict[str, Any] = {"state": {}, "settled": 0}
         trainer.add_callback(self)
 
     def checkpoint(self) -> str | None:
@@ -50,7 +50,7 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         folder = self.job.run_dir / "trainer"
         self.trainer.save_model(str(folder))  # rank 0 writes it
         if self.job.is_main:
-            (folder / "trainer_state.json").write_text(json.dumps(self._progress))
+            (folder / "trainer_state.json").write_text(json.dumps(self._progress["state"]))
         self.job.gather(0)  # nobody reads before it is written
         return str(folder)
 
@@ -60,8 +60,19 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self.job.tracked.share_inside(wrapped)
             self.job.clock.watch(wrapped)
         self.job.track(optimizer=objects["optimizer"], scheduler=objects["lr_scheduler"])
+        self.job.begin()
+        self.job.agreement.rest_at = float("inf")  # the record has times, which differ between ranks
+        if state.global_step > self._progress["settled"]:
+            trainer, due = self.trainer, self.trainer.callback_handler
+            for event in (due.on_step_end, due.on_epoch_end)[: 1 + (state.epoch == int(state.epoch))]:
+                event(args, state, control)
+                trainer._maybe_log_save_evaluate(trainer._tr_loss, None, wrapped, None, state.epoch, None, 0.0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if state.global_step > self._progress["settled"]:
+            with self.job.commit_lock:  # what followed the step before, such as a step of ReduceLROnPlateau
+                self._keep(state, settled=state.global_step)
+                self.job.commit()
         # A DataLoader that is opened in the middle of an epoch draws numbers that an uninterrupted one did not
         seed_everything(derive_seed(args.seed, state.global_step, self.job.rank), self.job.device)
 
@@ -70,12 +81,16 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._step.inside:
-            # Copies: its list of records grows before the next step, and each of its checkpoints changes a dict
-            self._progress |= {field.name: copy.copy(getattr(state, field.name)) for field in dataclasses.fields(state)}
+            self._keep(state, settled=self._progress["settled"])
             self._step.__exit__(None, None, None)
 
+    def _keep(self, state: Any, *, settled: int) -> None:
+        # Copies: its list of records grows before the next step, and each of its checkpoints changes a dict
+        found = {field.name: copy.copy(getattr(state, field.name)) for field in dataclasses.fields(state)}
+        self._progress |= {"state": found, "settled": settled}
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any) -> None:
-        # A metric of the user's may be a scalar of numpy's, which no copy keeps; the Trainer has just added its record
-        plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in logs.items()}
+        # No copy keeps numpy's values, and no JSON tensors; the Trainer has just added its record
+        plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in logs.items()}
         state.log_history[-1] |= plain
         self.job.log(**{name: float(value) for name, value in plain.items() if isinstance(value, int | float)})

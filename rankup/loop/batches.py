@@ -10,9 +10,10 @@ and any other iterable loads the earlier batches and drops them. A generator can
 import hashlib
 import json
 import math
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain, count, islice
 from typing import Any
 
@@ -56,7 +57,7 @@ class Source:
 
     `replays`: False where the order does not matter. `tells`: it can be asked for its state, as torchdata's
     StatefulDataLoader of an IterableDataset. `fingerprint`: of the order that was opened last, to be equal on all
-    ranks; "" where ranks may differ. `seeds`: loading a batch leaves a random state that depends on the batch alone.
+    ranks; "" where ranks may differ.
     """
 
     fingerprint = ""
@@ -65,7 +66,6 @@ class Source:
         self.loader, self.rank, self.replays = loader, rank, replays
         self.tells = replays and has_state(loader)
         self.in_process = not getattr(loader, "num_workers", 0)
-        self.seeds = self.in_process and replays and not self.tells
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         """This rank's batches of an epoch with their weights, from number `skip` on.
@@ -97,7 +97,7 @@ class Split(Source):
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
         super().__init__(loader, rank)
-        self.tells = self.seeds = False  # its order is drawn again
+        self.tells = False  # its order is drawn again
         self._share = (0, 1) if splits(loader) else (rank, world_size)
         self._fed, self._checked = _Fed(loader), False
 
@@ -285,19 +285,26 @@ class Batches:
         return len(self._source.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        # `except StopIteration` asks for the batch after a pass that is over, where `for` goes through all in turn
+        while not (yield from self._pass()) and isinstance(sys.exc_info()[1], StopIteration):
+            pass
+
+    def _pass(self) -> Generator[Any, None, bool]:
+        """The batches of the next pass. Returns False where a copy had all of them."""
         # What a step needs is looked up here: by then nothing of it is in the processor's caches
         job, source, live, group, clock = self._job, self._source, self._job.live, self._job.group, self._job.clock
         waited = group.watch.clock.wait_for_data
         job.begin()
-        number = len(live.streams)
-        # What follows the last batch of a pass has run. Of passes that a copy holds already nothing is new, and the
-        # place in the newest of them would be lost
-        if number and number >= len(live.before) and not (live.running or live.fetched or live.has_epochs):
+        known = len(live.streams)
+        number, state = live.begin_pass(self, source)
+        if number and not (live.running or live.fetched or live.has_epochs):  # what follows a pass has run
+            job.tracked.check_unchanged(after_epoch=True)
             with job.commit_lock:
-                job.commit()
-        skip, state = live.before[number] if number < len(live.before) else (0, None)
-        live.streams.append(skip)
-        live.sources.append(source)
+                if number < known:  # again: the copy holds it
+                    job.tracked.undo_schedules()
+                else:
+                    job.commit()
+        skip = live.streams[number]
         seed = derive_seed(job.settings.seed, live.epoch, number)
         pairs = source.open(seed, epoch=live.epoch, skip=skip, state=state) if skip != OVER else iter(())
         if order := source.fingerprint:
@@ -305,7 +312,6 @@ class Batches:
                 "A sampler must draw the same on all ranks, or split by itself as DistributedSampler does."
             ))
         position, streams = job.position, live.streams
-        seeded = source.seeds and job.device.type == "cpu"  # it seeds no GPU
         live.running.append(self)
         try:
             while True:
@@ -317,13 +323,12 @@ class Batches:
                 found = next(pairs, None)
                 waited(clock.has_batch())
                 if found is None:
-                    return
+                    return streams[number] != skip or not skip
                 batch, self.weight = found
                 live.weight = self.weight
                 live.fetched += 1
                 streams[number] += 1
-                if not seeded:
-                    job.draw_anew()
+                job.draw_anew()
                 step = position.step
                 yield batch
                 if position.step > step + 1 and live.running[0] is self and not self._reused:

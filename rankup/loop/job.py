@@ -112,7 +112,7 @@ class Job:
         `job.batches` or `job.steps`, whose code does not run again: change the state inside `job.step` there.
         """
         live = self.live
-        if live.running:
+        if live.running or self._step.inside:
             raise UserError(
                 "change: it must stand after the loop over job.batches, got one inside, or after one that has batches "
                 "left. Move the change into the block of job.step, or use that loader up."
@@ -122,6 +122,7 @@ class Job:
         again = live.changes_to_repeat > 0
         before = deepcopy(self.tracked.state()) if again else {}
         with self.commit_lock:
+            self._step.inside = True
             yield
             if again:
                 live.changes_to_repeat -= 1
@@ -129,6 +130,7 @@ class Job:
             else:
                 self.position.changes += 1
                 self.tracked.commit()
+        self._step.inside = False
 
     def save(self, *, wait: bool = False) -> None:
         """Write a copy of the last commit, unless the newest one holds it. All ranks call this at the same step.
@@ -136,6 +138,8 @@ class Job:
         A thread writes it while the training continues, unless `wait`. Raises UserError if the disk is full, and
         PeerLost if another attempt owns the run by now.
         """
+        if self._step.inside:  # what has changed there belongs to no step as yet
+            raise UserError("save: it must stand outside job.step and job.change, got a call inside. Move it behind.")
         self.begin()
         if self.saving.save(wait=wait):
             self.enter_step()
@@ -155,8 +159,7 @@ class Job:
             yield self.epoch
             self.stop_here()
             # A loader that each epoch builds anew would stay alive, and its lasting workers with it
-            used = {id(source.loader) for source in self.live.sources}
-            self._batches = {key: each for key, each in self._batches.items() if key in used}
+            self._batches = {key: each for key, each in self._batches.items() if each in self.live.begun}
             self.live.begin_epoch()
             if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
                 self.tracked.check_unchanged(after_epoch=True)
@@ -243,7 +246,7 @@ class Job:
         position, live = self.position, self.live
         if live.epoch != position.epoch:
             position.changes = live.changes_to_repeat = 0
-        position.epoch, position.streams = live.epoch, [*live.streams]
+        position.epoch, position.streams, position.loaders = live.epoch, [*live.streams], [*live.loaders]
         self.saving.loader_states = live.loader_states()
         self.tracked.commit()
 

@@ -5,7 +5,6 @@ import contextlib
 import json
 import platform
 from dataclasses import dataclass, field, fields
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +25,51 @@ from rankup.state.saver import Options
 # Raise it when a field is added, removed or changes its meaning, and when random numbers are drawn in another way: no
 # generator's state is saved, each step, epoch and sample derives its own seed. A copy of another format is refused,
 # because the weights of the resumed run would change without a word.
-FORMAT = 8
+FORMAT = 9
 OVER = -1  # in place of a pass's batches once it has ended: what its loader says of itself belongs to the next pass
 
 
 class Live:
     """Where the loop stands since the last commit, and what it has yet to do again after a resume.
 
-    `streams`: as in `Position`, and `sources` the loaders of these passes. `before`: of each pass that is gone on with
-    the batches to skip, or OVER, and what its loader said of itself. `running`: the loops over batches or steps that
-    have not ended. `fetched`: batches since the last commit. `weight`: of the newest one. `changes_to_repeat`: blocks
-    of `job.change` that a copy holds already.
+    `streams`, `loaders`: as in `Position`. `begun`: the `Batches` of these loaders. `sources`: of the passes that have
+    begun here, by number. `left`: of the others what their loader said of itself in the copy. `running`: the loops over
+    batches or steps that have not ended. `fetched`: batches since the last commit. `weight`: of the newest one.
+    `changes_to_repeat`: blocks of `job.change` that a copy holds already.
     """
 
     def __init__(self, position: Position, states: list[Any]) -> None:
         """`states`: of the loaders that can be asked for theirs, by pass; None for the others."""
         self.epoch, self.has_epochs = position.epoch, False
-        self.streams: list[int] = []
-        self.sources: list[Any] = []
-        self.before = [*zip_longest(position.streams, states[: len(position.streams)])]
+        self.streams, self.loaders = [*position.streams], [*position.loaders]
+        self.begun, self.sources, self.tells = list[Any](), dict[int, Any](), bool(states)
+        self.left = {n: states[n] if n < len(states) else None for n in range(len(self.streams))}
         self.running: list[Any] = []
         self.fetched, self.weight, self.weight_asked = 0, 1.0, False
         self.changes_to_repeat = position.changes
 
     def begin_epoch(self) -> None:
         self.epoch += 1
-        self.streams, self.sources, self.before = [], [], []
+        self.streams, self.loaders, self.begun, self.sources, self.left = [], [], [], {}, {}
+
+    def begin_pass(self, batches: Any, source: Any) -> tuple[int, Any]:
+        """The number of the pass over a loader that begins, its next one in the copy or a new one, and its state."""
+        if batches not in self.begun:
+            self.begun.append(batches)
+        loader = self.begun.index(batches)
+        number = next((n for n in self.left if self.loaders[n] == loader), len(self.streams))
+        if number == len(self.streams):
+            self.streams.append(0)
+            self.loaders.append(loader)
+        self.sources[number], self.tells = source, self.tells or source.tells
+        return number, self.left.pop(number, None)
 
     def loader_states(self) -> list[Any]:
         """By pass what the loaders say of themselves that can be asked; empty where none can."""
-        for source in self.sources:
-            if source.tells:
-                return [each.loader.state_dict() if each.tells else None for each in self.sources]
-        return []
+        if not self.tells:
+            return []
+        said = self.left | {n: each.loader.state_dict() if each.tells else None for n, each in self.sources.items()}
+        return [said[number] for number in range(len(self.streams))]
 
 
 VERSIONS = {"torch": str(torch.__version__), "python": platform.python_version()}

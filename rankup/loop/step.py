@@ -10,8 +10,8 @@ WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to
 
 class Step:
     """See `Job.step`. One object for all steps, and no generator: a step finds the processor's caches cold, and each
-    thing that it looks up costs up to a µs. `values`: of the step that begins. `inside`: a block has begun, and not
-    ended well."""
+    thing that it looks up costs up to a µs. `values`: of the step that begins. `inside`: a block has begun, of this or
+    of `job.change`, and not ended well."""
 
     def __init__(self, job: Any) -> None:
         """`job`: a `rankup.loop.job.Job`, which imports this."""

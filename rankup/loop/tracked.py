@@ -147,6 +147,11 @@ class Tracked:
         if self._checks:
             self._seen = self._look()
 
+    def undo_schedules(self) -> None:
+        """Put back schedules, and what they set in optimizers, as of the last commit."""
+        state = self.state()
+        self.load({name: state[name] for name in (*self._schedulers, *self._optimizers)})
+
     def check_unchanged(self, *, after_epoch: bool = False) -> None:
         """Raises UserError where a tracked object has changed since the last commit. Called before a step, and after
         what follows the last batch of an epoch, where schedules may have changed. All but schedules are looked at in

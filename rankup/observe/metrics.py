@@ -23,6 +23,7 @@ class Position:
     line: dict[str, Any] | None = None  # the last one of training in `metrics.jsonl`
     epoch: int = 0
     streams: list[int] = field(default_factory=list)  # batches of each pass over a loader in this epoch; -1: it is over
+    loaders: list[int] = field(default_factory=list)  # of each pass, in the order in which the loaders began
     changes: int = 0  # blocks of `job.change` in this epoch
 
     @classmethod

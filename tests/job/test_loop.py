@@ -201,16 +201,19 @@ def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_cou
 
 @pytest.mark.parametrize("passes", ["range(3)", "job.epochs(3)"])
 def test_change_before_and_between_passes_counts_once(forks: Forks, tmp_path: Path, passes: str) -> None:
+    """And a schedule, which needs no job.change."""
     text = (
-        "import os, signal, rankup\njob, count = rankup.init('run', save_every_steps=1), {'n': 0}\n"
-        f"job.track(count=count)\nfor _ in {passes}:\n    for _ in (1, 2):\n        with job.change():\n"
+        "import os, warnings, torch, rankup\njob, count = rankup.init('run', save_every_steps=1), {'n': 0}\n"
+        "warnings.filterwarnings('ignore', 'Detected call')\nsgd = torch.optim.SGD([torch.zeros(1)], lr=1.0)\n"
+        "half = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\njob.track(count=count, sgd=sgd, half=half)\n"
+        f"for _ in {passes}:\n    for _ in (1, 2):\n        with job.change():\n"
         "            count['n'] += 1\n        for _ in job.batches([1, 2]):\n            with job.step():\n"
         "                pass\n            if job.step_number == 7 and 'DIE' in os.environ:\n"
-        "                job.run.saver.wait()\n                os.kill(os.getpid(), 9)\n"
-        "print('count', count)\njob.finish()\n"
+        "                job.run.saver.wait()\n                os.kill(os.getpid(), 9)\n    half.step()\n"
+        "print('count', count, half.get_last_lr())\njob.finish()\n"
     )
     ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
-    assert said(ran(forks, tmp_path, text), "count") == "{'n': 6}"
+    assert said(ran(forks, tmp_path, text), "count") == "{'n': 6} [0.125]"
 
 
 @pytest.mark.parametrize("loader", ["StatefulDataLoader(range(4), batch_size=None, num_workers=1)", "range(4)"])
@@ -232,6 +235,25 @@ def test_loop_without_epochs_goes_on_in_its_newest_pass(forks: Forks, tmp_path: 
     assert ("the random numbers that this loader's workers draw" in output) == ("num_workers" in loader)
     ran(forks, tmp_path, text, AGAIN="1", code=143)
     assert said(ran(forks, tmp_path, text), "seen") == str([0, 1, 2, *range(4), *range(4)])
+
+
+def test_loaders_that_begin_again_at_stop_iteration_go_on_where_each_was(forks: Forks, tmp_path: Path) -> None:
+    text = (
+        "import os, rankup\njob, seen, loaders = rankup.init('run'), [], (range(4), range(7))\njob.track(seen=seen)\n"
+        "passes = [iter(job.batches(it)) for it in loaders]\ndef take(n):\n    try:\n        return next(passes[n])\n"
+        "    except StopIteration:\n        passes[n] = iter(job.batches(loaders[n]))\n        return next(passes[n])\n"
+        "for step in job.steps(20):\n    pair = take(0), take(1)\n    with job.step():\n        seen.append(pair)\n"
+        "    if step == 13 and 'DIE' in os.environ:\n        job.save(wait=True)\n        os.kill(os.getpid(), 9)\n"
+        "print('seen', seen)\n"
+    )
+    ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
+    assert said(ran(forks, tmp_path, text), "seen") == str([(n % 4, n % 7) for n in range(20)])
+
+
+@pytest.mark.parametrize("block", ["step", "change"])
+def test_save_inside_a_block_is_refused_and_a_log_is_not(forks: Forks, tmp_path: Path, block: str) -> None:
+    text = f"import rankup\njob = rankup.init('run')\nwith job.{block}():\n    job.log(n=1)\n    job.save()\n"
+    assert "save: it must stand outside job.step and job.change" in ran(forks, tmp_path, text, code=2)
 
 
 def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) -> None:

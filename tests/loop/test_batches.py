@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from torch.utils import data
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from rankup.errors import UserError
-from rankup.loop.batches import Batches, evaluation_batches, part_of, source_of
-from rankup.loop.record import Live
-from rankup.observe.metrics import Position
+from rankup.loop.batches import evaluation_batches, part_of, source_of
 from rankup.seeds import AHEAD
 
 
@@ -145,26 +142,6 @@ def test_batches_from_the_middle_are_those_of_the_whole(kind: str) -> None:
     assert read(LOADERS[kind](), skip=3) == whole[3:]
     if kind not in ("list", "distributed"):  # which has a seed of its own
         assert read(LOADERS[kind](), seed=6) != whole
-
-
-@pytest.mark.parametrize("kind", ["iterable", "own iteration", "list"])
-def test_iterable_that_loads_in_this_process_leaves_a_random_state_of_the_batch(kind: str) -> None:
-    def drawn(skip: int) -> list[float]:
-        source = source_of(LOADERS[kind](), 0, 1, any_order=False)
-        assert source.seeds  # so that nobody seeds again for the training
-        return [torch.rand(()).item() + random.random() for _ in source.open(5, epoch=0, skip=skip, state=None)]
-
-    assert drawn(3) == drawn(0)[3:]
-    assert len({*drawn(0)}) > 4
-
-
-@pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("cuda", 2)])
-def test_gpu_is_seeded_for_each_batch_although_the_loader_seeds_the_host(device: str, times: int) -> None:
-    position = Position()
-    job = MagicMock(device=torch.device(device), position=position, live=Live(position, []))
-    job.settings.seed, job.group.stops_before.return_value = 1, False
-    assert [*Batches(job, source_of([1, 2], 0, 1, any_order=False))] == [1, 2]
-    assert job.draw_anew.call_count == times
 
 
 @pytest.mark.parametrize(

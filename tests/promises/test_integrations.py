@@ -3,10 +3,12 @@
 import importlib.util
 import random
 import re
+import time
 from pathlib import Path
 
 import pytest
 
+from rankup.observe.status import look
 from tests.promises.test_examples import STRUCK, Once, digest, strike
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
@@ -37,6 +39,7 @@ def test_integrations_go_on_to_the_same_weights(name: str, once: Once, loaded: F
         (tmp_path / "undisturbed").mkdir()
         codes, output = run(loaded, tmp_path / "undisturbed", name)
         assert codes == [0, 0], output
+        assert name != "trainer_loop" or re.search(r"rank 1 \(.*\) is \d+ % slower than the other", output), output
         return digest(tmp_path / "undisturbed", name)
 
     expected = once(f"integration-{name}", undisturbed)
@@ -48,14 +51,10 @@ def test_integrations_go_on_to_the_same_weights(name: str, once: Once, loaded: F
     (tmp_path / "struck").unlink()
     blow = {"rank": 0, "call": random.randrange(2, steps // 2 - 6), "hold_s": 0.15}
     struck = strike(tmp_path, signal="SIGKILL", **blow)
-    if name == "lightning_loop":  # by an agent, which starts the ranks again itself
-        line = ("launch", "--nproc=2", STRUCK, FOLDER / f"{name}.py")
-        codes, output = loaded.run(*line, cwds=[tmp_path], env=struck)
-        lost, resumed = re.findall(r"(?:lost a peer at|resumed from) step[- ]0*(\d+)", output)[-2:]
-        assert lost == resumed, f"{blow}\n{output}"  # rescued, or the copy of an epoch's end that was there already
-    else:
-        codes, output = run(loaded, tmp_path, name, **struck)
-        assert codes == [-9, 171], f"{blow}\n{output}"
-        codes, output = run(loaded, tmp_path, name)
-    assert {*codes} == {0}, f"{stop} {blow}\n{output}"
+    line = ("launch", "--nproc=2", STRUCK, FOLDER / f"{name}.py")
+    codes, output = loaded.run(*line, cwds=[tmp_path], env=struck)
+    lost, resumed = re.findall(r"(?:lost a peer at|resumed from) step[- ]0*(\d+)", output)[-2:]
+    assert int(lost) <= int(resumed), f"{blow}\n{output}"  # rescued, or a copy that was there already
+    assert codes == [0], f"{stop} {blow}\n{output}"
+    assert look(tmp_path / "runs" / name.partition("_")[0], now=time.time())["step"] == steps
     assert digest(tmp_path, name) == expected, f"{stop} {blow}\n{output}"

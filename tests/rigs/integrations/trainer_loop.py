@@ -1,5 +1,9 @@
-"""A BERT classifier by transformers' Trainer, with dropout, a batch norm, a schedule, a scalar of numpy's and rankup's
-callback. The Trainer writes checkpoints of its own beside ours."""
+"""A BERT classifier by transformers' Trainer, with dropout, a batch norm, values of numpy's, and rankup's callback. Its
+schedule follows the evaluation after each step. The Trainer writes checkpoints of its own beside ours. Rank 1 is slow.
+"""
+
+import os
+import time
 
 import numpy as np
 import torch
@@ -7,23 +11,32 @@ from transformers import Trainer, TrainingArguments
 
 import rankup
 from rankup.integrations.transformers import RankupCallback
+from rankup.observe import stragglers
 from tests.rigs.foreign.bert_trainer import Tokens, small_bert
 
 
 class OwnTrainer(Trainer):
+    def training_step(self, *inputs):
+        time.sleep(0.1 * (os.environ["RANK"] == "1" and self.state.global_step < 20))
+        return super().training_step(*inputs)
+
     def log(self, logs, *more):
-        super().log({**logs, "own": np.float64(0.5)}, *more)
+        super().log({**logs, "own": np.float64(0.5), "more": np.ones(2)}, *more)
 
 
 def main():
-    job = rankup.init(run="runs/trainer")
+    stragglers.WINDOW_S = 0.2  # in place of 5
+    job = rankup.init(run="runs/trainer", log_every_steps=2)
     args = TrainingArguments(
         output_dir="runs/trainer/own", num_train_epochs=3, per_device_train_batch_size=8, learning_rate=1e-3,
         use_cpu=True, ddp_backend="gloo", save_strategy="epoch", logging_steps=3, report_to=[], disable_tqdm=True,
+        eval_strategy="steps", eval_steps=1, metric_for_best_model="constant", lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "factor": 0.9},
     )
     model = small_bert()
     model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(model.config.hidden_size), model.classifier)
-    trainer = OwnTrainer(model=model, args=args, train_dataset=Tokens(240))
+    trainer = OwnTrainer(model=model, args=args, train_dataset=Tokens(240), eval_dataset=Tokens(8),
+                         compute_metrics=lambda _: {"constant": np.float32(1)})
     callback = RankupCallback(job, trainer)
     trainer.train(resume_from_checkpoint=callback.checkpoint())
     if trainer.is_world_process_zero():
