@@ -17,7 +17,7 @@ from tests.rigs.foreign.bert_trainer import Tokens, small_bert
 
 class OwnTrainer(Trainer):
     def training_step(self, *inputs):
-        time.sleep(0.1 * (os.environ["RANK"] == "1" and self.state.global_step < 20))
+        time.sleep(0.2 * (os.environ["RANK"] == "1" and self.state.global_step < 20))
         return super().training_step(*inputs)
 
     def log(self, logs, *more):
@@ -25,7 +25,7 @@ class OwnTrainer(Trainer):
 
 
 def main():
-    stragglers.WINDOW_S = 0.2  # in place of 5
+    stragglers.WINDOW_S, stragglers.ROW = 0.2, 3  # in place of 5 and 10
     job = rankup.init(run="runs/trainer", log_every_steps=2)
     args = TrainingArguments(
         output_dir="runs/trainer/own", num_train_epochs=3, per_device_train_batch_size=8, learning_rate=1e-3,
