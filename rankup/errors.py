@@ -109,6 +109,6 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         problem = "has no space left" if full else f"must be writable, got {error.strerror or error}"
         raise UserError(
-            f"{what}: {directory} {problem}. The checkpoints there are untouched: make room or let it be written, "
+            f"{what}: {directory} {problem}. The files there are untouched: make room or let it be written, "
             "and run the same command again."
         ) from None

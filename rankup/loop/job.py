@@ -245,7 +245,8 @@ class Job:
         """What the loop has done is the state from now on. Inside `self.commit_lock`."""
         position, live = self.position, self.live
         if live.epoch != position.epoch:
-            position.changes = live.changes_to_repeat = 0
+            position.changes = 0
+        live.changes_to_repeat = 0  # what comes before this has run again, or never does, as in `except StopIteration`
         position.epoch, position.streams, position.loaders = live.epoch, [*live.streams], [*live.loaders]
         self.saving.loader_states = live.loader_states()
         self.tracked.commit()

@@ -98,7 +98,7 @@ class Parts:
     def distrust(self) -> None:
         """What this rank holds may be wrong: its node's parts go."""
         self.wait()
-        if self._folders:
+        if self.wanted or self._folders:  # an earlier attempt's too; other ranks' rescues stay
             remove(self.run)
 
     def _stop(self) -> None:

@@ -250,6 +250,18 @@ def test_loaders_that_begin_again_at_stop_iteration_go_on_where_each_was(forks: 
     assert said(ran(forks, tmp_path, text), "seen") == str([(n % 4, n % 7) for n in range(20)])
 
 
+def test_change_at_stop_iteration_counts_once(forks: Forks, tmp_path: Path) -> None:
+    text = (
+        "import os, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\nit = iter(())\n"
+        "loader = [1, 2]\nwhile job.step_number < 9:\n    try:\n        next(it)\n    except StopIteration:\n"
+        "        with job.change():\n            count['n'] += 1\n        it = iter(job.batches(loader))\n"
+        "        next(it)\n    with job.step():\n        pass\n    if job.step_number == 5 and 'DIE' in os.environ:\n"
+        "        job.save(wait=True)\n        os.kill(os.getpid(), 9)\nprint('count', count)\njob.finish()\n"
+    )
+    ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
+    assert said(ran(forks, tmp_path, text), "count") == "{'n': 5}"
+
+
 @pytest.mark.parametrize("block", ["step", "change"])
 def test_save_inside_a_block_is_refused_and_a_log_is_not(forks: Forks, tmp_path: Path, block: str) -> None:
     text = f"import rankup\njob = rankup.init('run')\nwith job.{block}():\n    job.log(n=1)\n    job.save()\n"
