@@ -1,4 +1,4 @@
-"""What a setting is. Those of data sets, workloads and methods are declared beside these. No torch here."""
+"""What a setting is. Data sets, workloads and methods declare their own. No torch here."""
 
 from __future__ import annotations
 

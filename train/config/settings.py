@@ -52,7 +52,7 @@ class Config(MethodSettings, DataSettings, WorkloadSettings):
 
     name: str = free("", "Folder of this run in run_dir; empty: the job's name, or dataset and model, or workload.",
                      pattern=r"^([A-Za-z0-9_][A-Za-z0-9._-]{0,199})?$",
-                        rule="at most 200 letters, digits and . _ - beginning with a letter, digit or _")
+                     rule="at most 200 letters, digits and . _ - beginning with a letter, digit or _")
     run_dir: str = free("runs", "Folder of all runs, where rank 0 finds it again, or an address: s3://bucket/runs.",
                         min_length=1, rule="a path or an address")
     mirror: str = free("", "Also keep the newest checkpoints in this folder, or at this address: s3://bucket/runs.",

@@ -20,7 +20,7 @@ class MethodSettings(Settings):
     """Which method, and what it has."""
 
     parallel: str = free(
-        "auto", f"{NAMES}. auto: ddp for several processes; dp: one process, all its GPUs.",
+        "auto", f"{NAMES}. auto: ddp for several processes; dp: one process, all its GPUs; fsdp: parameters split too.",
         pattern=f"^({NAMES.replace(', ', '|')})$", rule=f"one of {NAMES}")
     device_ids: str = setting("", "The GPUs, in this order; empty: all that are visible.",
                               pattern=r"^(\d+(,\d+)*)?$", rule="numbers of GPUs, such as 1,0", of="--parallel dp")

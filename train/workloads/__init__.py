@@ -20,7 +20,7 @@ class WorkloadSettings(Settings):
 
     workload: str = setting("images", f"What is trained: {', '.join(WORKLOADS)}, or your own module:function.",
                             pattern=rf"^({'|'.join(WORKLOADS)}|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$", rule=RULE)
-    model: str = setting("cnn", "cnn, mlp, or one of torchvision's: resnet18 and so on.",
+    model: str = setting("cnn", "cnn, mlp, or a torchvision model such as resnet18.",
                          pattern=r"^[A-Za-z]\w*$", rule="cnn, mlp or the name of a torchvision classifier",
                          of="--workload images")
     max_seq_len: int = setting(128, "Longer texts are cut to so many tokens.", ge=4, of="--workload text")

@@ -27,7 +27,8 @@ class DataSettings(Settings):
     """Which data set, and what it has."""
 
     dataset: str = setting("fashion-mnist", f"The data: {NAMES}.", rule=f"one of {NAMES}",
-                           pattern=f"^({'|'.join(SOURCES).replace('PATH_OR_NAME', '.+')})$")
+                           pattern=f"^({'|'.join(SOURCES).replace('PATH_OR_NAME', '.+')})$",
+                           of="--workload images or --dataset hf")
     data_dir: str | None = path("Folder of the data; null: look in the usual places, then download.", free=True)
     image_size: int | None = setting(
         None, "Height and width of images in pixels; null: theirs.", ge=8, of="--workload images")
