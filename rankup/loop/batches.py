@@ -297,7 +297,8 @@ class Batches:
         job.begin()
         known = len(live.streams)
         number, state = live.begin_pass(self, source)
-        if number and not (live.running or live.fetched or live.has_epochs):  # what follows a pass has run
+        asked = isinstance(sys.exc_info()[1], StopIteration)  # what was done there, nobody can say whether a copy has
+        if number and not (asked or live.running or live.fetched or live.has_epochs):  # what follows a pass has run
             job.tracked.check_unchanged(after_epoch=True)
             with job.commit_lock:
                 if number < known:  # again: the copy holds it

@@ -1,6 +1,7 @@
 """`Job`, the interface for a loop: tracked state, steps, batches, copies, the stop. `rankup.init` makes one."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -112,10 +113,10 @@ class Job:
         `job.batches` or `job.steps`, whose code does not run again: change the state inside `job.step` there.
         """
         live = self.live
-        if live.running or self._step.inside:
+        if live.running or self._step.inside or isinstance(sys.exc_info()[1], StopIteration):
             raise UserError(
-                "change: it must stand after the loop over job.batches, got one inside, or after one that has batches "
-                "left. Move the change into the block of job.step, or use that loader up."
+                "change: it must stand after the loop over job.batches, got one inside, in `except StopIteration`, or "
+                "after one that has batches left. Move the change into the block of job.step, or use that loader up."
             )
         self.begin()
         self.tracked.check_unchanged(after_epoch=True)  # else the block's commit would hide a change before it
@@ -246,7 +247,7 @@ class Job:
         position, live = self.position, self.live
         if live.epoch != position.epoch:
             position.changes = 0
-        live.changes_to_repeat = 0  # what comes before this has run again, or never does, as in `except StopIteration`
+        live.changes_to_repeat = 0  # all that comes before this has run again
         position.epoch, position.streams, position.loaders = live.epoch, [*live.streams], [*live.loaders]
         self.saving.loader_states = live.loader_states()
         self.tracked.commit()

@@ -250,16 +250,20 @@ def test_loaders_that_begin_again_at_stop_iteration_go_on_where_each_was(forks: 
     assert said(ran(forks, tmp_path, text), "seen") == str([(n % 4, n % 7) for n in range(20)])
 
 
-def test_change_at_stop_iteration_counts_once(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("done", "why"), [
+    ("with job.change():\n            pass", "change: it must stand after the loop"),
+    ("half.step()", "track: half must change inside job.step alone"),
+])
+def test_change_in_except_stop_iteration_is_refused(forks: Forks, tmp_path: Path, done: str, why: str) -> None:
+    """A resumed loop comes there once for all earlier passes."""
     text = (
-        "import os, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\nit = iter(())\n"
-        "loader = [1, 2]\nwhile job.step_number < 9:\n    try:\n        next(it)\n    except StopIteration:\n"
-        "        with job.change():\n            count['n'] += 1\n        it = iter(job.batches(loader))\n"
-        "        next(it)\n    with job.step():\n        pass\n    if job.step_number == 5 and 'DIE' in os.environ:\n"
-        "        job.save(wait=True)\n        os.kill(os.getpid(), 9)\nprint('count', count)\njob.finish()\n"
+        "import warnings, torch, rankup\njob, it = rankup.init('run'), iter(())\nwarnings.filterwarnings('ignore')\n"
+        "sgd = torch.optim.SGD([torch.zeros(1)])\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
+        "job.track(sgd=sgd, half=half)\nwhile True:\n    try:\n        next(it)\n    except StopIteration:\n"
+        f"        if job.step_number:\n            {done.replace(chr(10), chr(10) + '    ')}\n"
+        "        it = iter(job.batches([1, 2]))\n        next(it)\n    with job.step():\n        pass\n"
     )
-    ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
-    assert said(ran(forks, tmp_path, text), "count") == "{'n': 5}"
+    assert why in ran(forks, tmp_path, text, code=2)
 
 
 @pytest.mark.parametrize("block", ["step", "change"])
