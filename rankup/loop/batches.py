@@ -296,8 +296,13 @@ class Batches:
         waited = group.watch.clock.wait_for_data
         job.begin()
         known = len(live.streams)
-        number, state = live.begin_pass(self, source)
         asked = isinstance(sys.exc_info()[1], StopIteration)  # what was done there, nobody can say whether a copy has
+        if asked and live.begun and self not in live.begun and not live.has_epochs:  # nor which loader's passes
+            raise UserError(
+                "batches: `except StopIteration` must begin again a loader that was begun before, got a new one, whose "
+                "place a resumed run would not find. Build the loader once, above the loop."
+            )
+        number, state = live.begin_pass(self, source)
         if number and not (asked or live.running or live.fetched or live.has_epochs):  # what follows a pass has run
             job.tracked.check_unchanged(after_epoch=True)
             with job.commit_lock:

@@ -253,15 +253,17 @@ def test_loaders_that_begin_again_at_stop_iteration_go_on_where_each_was(forks: 
 @pytest.mark.parametrize(("done", "why"), [
     ("with job.change():\n            pass", "change: it must stand after the loop"),
     ("half.step()", "track: half must change inside job.step alone"),
+    ("loader = [1, 2]", "batches: `except StopIteration` must begin again a loader that was begun before"),
 ])
 def test_change_in_except_stop_iteration_is_refused(forks: Forks, tmp_path: Path, done: str, why: str) -> None:
     """A resumed loop comes there once for all earlier passes."""
     text = (
         "import warnings, torch, rankup\njob, it = rankup.init('run'), iter(())\nwarnings.filterwarnings('ignore')\n"
         "sgd = torch.optim.SGD([torch.zeros(1)])\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
-        "job.track(sgd=sgd, half=half)\nwhile True:\n    try:\n        next(it)\n    except StopIteration:\n"
+        "job.track(sgd=sgd, half=half)\nloader = [1, 2]\n"
+        "while True:\n    try:\n        next(it)\n    except StopIteration:\n"
         f"        if job.step_number:\n            {done.replace(chr(10), chr(10) + '    ')}\n"
-        "        it = iter(job.batches([1, 2]))\n        next(it)\n    with job.step():\n        pass\n"
+        "        it = iter(job.batches(loader))\n        next(it)\n    with job.step():\n        pass\n"
     )
     assert why in ran(forks, tmp_path, text, code=2)
 
