@@ -273,6 +273,12 @@ def _digest(batches: list[Any]) -> str:
 # Passes over loaders -------------------------------------------------------------------------------------------------
 
 
+def at_stop_iteration() -> bool:
+    """Whether the user's `except StopIteration` runs just now. A resumed loop comes there once for all passes that are
+    over, so nothing can tell which of them its code has followed."""
+    return isinstance(sys.exc_info()[1], StopIteration)
+
+
 class Batches:
     """What `job.batches` returns: to be iterated once an epoch. `len()` is the number of batches of a whole epoch.
     `weight`: `job.weight` for the newest batch of this loader, where several are read together."""
@@ -286,7 +292,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         # `except StopIteration` asks for the batch after a pass that is over, where `for` goes through all in turn
-        while not (yield from self._pass()) and isinstance(sys.exc_info()[1], StopIteration):
+        while not (yield from self._pass()) and at_stop_iteration():
             pass
 
     def _pass(self) -> Generator[Any, None, bool]:
@@ -296,14 +302,14 @@ class Batches:
         waited = group.watch.clock.wait_for_data
         job.begin()
         known = len(live.streams)
-        asked = isinstance(sys.exc_info()[1], StopIteration)  # what was done there, nobody can say whether a copy has
-        if asked and live.begun and self not in live.begun and not live.has_epochs:  # nor which loader's passes
+        again = at_stop_iteration()
+        if again and live.begun and self not in live.begun and not live.has_epochs:
             raise UserError(
                 "batches: `except StopIteration` must begin again a loader that was begun before, got a new one, whose "
                 "place a resumed run would not find. Build the loader once, above the loop."
             )
         number, state = live.begin_pass(self, source)
-        if number and not (asked or live.running or live.fetched or live.has_epochs):  # what follows a pass has run
+        if number and not (again or live.running or live.fetched or live.has_epochs):  # what follows a pass has run
             job.tracked.check_unchanged(after_epoch=True)
             with job.commit_lock:
                 if number < known:  # again: the copy holds it

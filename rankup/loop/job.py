@@ -1,7 +1,6 @@
 """`Job`, the interface for a loop: tracked state, steps, batches, copies, the stop. `rankup.init` makes one."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -12,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.batches import Batches, evaluation_batches, source_of
+from rankup.loop.batches import Batches, at_stop_iteration, evaluation_batches, source_of
 from rankup.loop.record import Figures, Live, Settings, number_of
 from rankup.loop.saving import Saving
 from rankup.loop.step import Step
@@ -113,7 +112,7 @@ class Job:
         `job.batches` or `job.steps`, whose code does not run again: change the state inside `job.step` there.
         """
         live = self.live
-        if live.running or self._step.inside or isinstance(sys.exc_info()[1], StopIteration):
+        if live.running or self._step.inside or at_stop_iteration():
             raise UserError(
                 "change: it must stand after the loop over job.batches, got one inside, in `except StopIteration`, or "
                 "after one that has batches left. Move the change into the block of job.step, or use that loader up."
