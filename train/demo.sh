@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1
-job=(train --config train/configs/fashion.yaml --epochs 2 --name demo "$@")
+job=(train --config train/configs/fashion.yaml --device cpu --epochs 2 --name demo "$@")
 port=$(python3 -c 'from rankup.env.launchers import free_port; print(free_port())')
 
 # Interrupted, the demo goes on where it stopped, as every run does; finished, it trains anew.

@@ -8,6 +8,7 @@ import faulthandler
 import hashlib
 import json
 import logging
+import os
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
@@ -135,6 +136,8 @@ def form(group: Group, commit: Mapping[str, Any], listener: socket.socket | None
             # What is left takes seconds, unless a rank has just died, which gloo waits for
             form_s = min(timeout_s, FORM_S + group.world_size / 10)
             group.watch.enter("join", form_s + WATCHDOG_LATER_S)
+            # Else torch ends this process when nccl misses a peer, while it writes the last finished step
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             group.store.set_timeout(timeout)  # nccl waits with it for the id that it exchanges at the first step
             dist.init_process_group(
                 group.backend, store=group.store, rank=group.rank, world_size=group.world_size, timeout=timeout

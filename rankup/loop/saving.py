@@ -58,6 +58,11 @@ class CommitLock:
         # GPUs only: the host queues work and goes on. It may be steps ahead of a GPU that waits for a dead rank.
         self._queue: deque[_Queued] = deque()
         self._on_host = device.type != "cuda"
+        # In which a GPU copies what is done and waits for nothing that is queued. Made now: CUDA makes the first stream
+        # of a process once the queue is empty, and behind a dead rank it never is
+        self.beside: Any = contextlib.nullcontext()
+        if not self._on_host:
+            self.beside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -309,13 +314,9 @@ class Saving:
 
     def _files(self, position: Position) -> dict[str, Content]:
         """The files of a copy of the last commit, at which `position` stands."""
-        device = self.group.device
-        with contextlib.ExitStack() as beside:
-            if device.type == "cuda":  # its usual stream may wait for a dead rank for ever
-                beside.enter_context(torch.cuda.device(device))
-                beside.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
+        with self.commit_lock.beside:
             nodes, tensors = tree.encode(self._own())
-            if device.type == "cuda":  # else they are written as they lie: the training has stopped
+            if self.group.device.type == "cuda":  # else they are written as they lie: the training has stopped
                 tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         if not self.commit_lock.unchanged():
             raise RuntimeError("the weights changed while they were copied")

@@ -120,7 +120,7 @@ def test_doctor_finds_the_odd_link_among_its_kind() -> None:
     assert level(1e6) == WARNING
 
 
-# On a real GPU. Written on a machine without one, and never run so far ------------------------------------------------
+# On a real GPU ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
