@@ -99,13 +99,16 @@ def set_by_torchrun() -> set[str]:
 @pytest.mark.parametrize("knows_us", [False, True])
 def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, tmp_path: Path) -> None:
     facts = "{'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ)}"
-    text = "import rankup\n" * knows_us + f"(folder / f'facts-{{rank}}').write_text(json.dumps({facts}))"
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "own.py").touch()
+    text = "import rankup\n" * knows_us + "import own\n" + f"(folder / f'facts-{{rank}}').write_text(json.dumps({facts}))"
     given = {"CARPET": "y", "RANKUP_CACHE": "x", "TORCHELASTIC_RUN_ID": "stale",
              "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTHONUNBUFFERED": ""}
     line = ("-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work", "-m")
     bare, words = ("env", "-u", "OMP_NUM_THREADS"), ["--", "--lr", "0.1", *(f"shard-{n:06}" for n in range(90_000))]
     module = write(tmp_path, text).stem  # not in the folder where its ranks start
-    with ended(start(*bare, sys.executable, *line, module, *words, env=given, cwd=tmp_path)) as job:
+    env = {**given, "PYTHONPATH": f"{ROOT}{os.pathsep}library"}
+    with ended(start(*bare, sys.executable, *line, module, *words, env=env, cwd=tmp_path)) as job:
         assert job.wait() == [0], job.output
     found = [json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in TWO]
     assert [(each["argv"], each["cwd"]) for each in found] == [(words, str(tmp_path / "work"))] * 2
