@@ -186,7 +186,7 @@ def test_parts_of_another_number_of_ranks_are_not_taken(memory: Path) -> None:
 def test_where_ranks_differ_the_parts_of_earlier_attempts_go_too_and_rescues_stay(
     memory: Path, wanted: bool, kept: bool
 ) -> None:
-    """Also before this attempt's first parts; `kept`: it took some and, if they are not `wanted`, could take no more."""
+    """Also before this attempt's first parts. `kept`: it took some; it could take no more where none is `wanted`."""
     keep(Ranks(), 10)
     held = [*memory.glob("*/*/*")]
     parts = Parts(SimpleNamespace(device=torch.device("cpu")), RUN, 1)  # type: ignore[arg-type]
