@@ -85,11 +85,12 @@ class Run:
         self.owner = lease = Lease(self.folder, group.attempt, agreed=agreed)
         with disk_errors("run_dir", self.folder):
             stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
+            group.status.owner = lease
             remove_unfinished(folder)
             begun = Lineage.read(self.folder)
             # To start anew must not lose anything
             anew = options.fresh and not (begun and may(begun))
-            if anew and (aside := put_aside(self.folder, SECOND)):
+            if anew and (aside := put_aside(self.folder, SECOND, check=lease.check)):
                 group.log.info(f"--fresh: the earlier run was moved to {aside}")
             for kind, url in {STORE: options.store, MIRROR: options.mirror}.items():
                 if url:

@@ -167,12 +167,12 @@ class SecondPlace:
                 return []
             behind = self.required and not (here and here.goes_on_from(there))
             if behind and not nothing_here:  # what others have gone on without
-                aside = put_aside(self.folder)
+                aside = put_aside(self.folder, check=self.lease.check)
                 self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
             if behind or nothing_here:
                 self.fetch_files(number)
             elif here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
-                there.write(self.folder)
+                there.write(self.folder, check=self.lease.check)
             run = Lineage.read(self.folder)
             for one in _copies(names, run.run) if run else []:
                 of = copies.about(self.place.read_json(f"{one}/{STATE}"), step_of(Path(one)))
