@@ -176,7 +176,7 @@ class Figures:
         group, run, position = self.group, self.run, self._position
         assert self._reporter is not None
         result = {
-            "attempt": group.attempt, "run": run.address, "step": position.step, "metrics": position.metrics or {},
+            "attempt": group.attempt, "run": run.owner.where, "step": position.step, "metrics": position.metrics or {},
             f"{self.course.unit}_per_s": round(speed(group, self.course, position.step), 1),
             "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": VERSIONS,
             "goodput": self._reporter.goodput(), **values,

@@ -215,7 +215,7 @@ class Saving:
             # Gathered state is written at once: a copy of it would need the memory twice
             may_go_on = not self.tracked.split or (run.saver.sharded and run.second_rank is None)
             self.group.on_rank0(self.figures.metrics.flush)  # a resumed run does not repeat the saved steps
-            run.saver.save(position.step, self._record(position), state, may_go_on=may_go_on, wait=wait)
+            run.saver.save(position.step, lambda: self._record(position), state, may_go_on=may_go_on, wait=wait)
             self._saved = position.key
         if wait:
             run.settle()

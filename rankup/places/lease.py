@@ -338,10 +338,10 @@ def before(run_dir: Path) -> Path:
     return run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 
-def put_aside(run_dir: Path, *more: str, check: Check) -> Path | None:
-    """Move what belongs to the run there, and `more`, into a new folder. Returns that, None where nothing was there.
+def put_aside(run_dir: Path, *, check: Check) -> Path | None:
+    """Move what belongs to the run there into a new folder. Returns that, None where nothing was there.
     Raises OSError, and what `check` raises, see `rankup.places.files.staged`."""
-    there = [path for name in (*OF_RUN, *more) if (path := run_dir / name).exists()]
+    there = [path for name in OF_RUN if (path := run_dir / name).exists()]
     if not there:
         return None
     visible = before(run_dir)

@@ -120,22 +120,24 @@ class Saver:
         self._join_parts: Callable[[dict[str, Fingerprint]], None] | None = None
 
     def save(
-        self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True, wait: bool = False
+        self, step: int, record: Callable[[], bytes], tracked: dict[str, Any], *, may_go_on: bool = True,
+        wait: bool = False,
     ) -> None:
         """Write one copy, beside the training where that may be; the save before ends first. All ranks call this at the
         same step, and then `look` at each one.
 
-        `record`: the contents of `state.json`. `tracked`: whole on rank 0, or each rank's part where copies are
-        sharded. `may_go_on`: False where it is not to be kept in memory. `wait`: the training ends with this one.
+        `record`: makes the contents of `state.json`, where they are written. `tracked`: whole on rank 0, or each rank's
+        part where copies are sharded. `may_go_on`: False where it is not to be kept in memory. `wait`: the training
+        ends with this one.
         Raises, on all ranks, UserError where one can't write, and PeerLost where another attempt owns the run.
         """
         self.look(wait=True)
         self.group.watch.enter("save", self.timeout_s, step=step)
         if self.second is not None and may_go_on:  # this rank has all that rank 0 has
-            self.second.save(step, record, tracked, wait=wait)
+            self.second.save(step, record(), tracked, wait=wait)
         self.step, self._count, self._part, self._join_parts = step, self._count + 1, {}, None
         if self.group.is_rank0 or self.sharded:
-            prepared = self.writing.run(lambda: self._prepare(step, record, tracked, may_go_on))
+            prepared = self.writing.run(lambda: self._prepare(step, record(), tracked, may_go_on))
             # No rank may wait for the part of one that writes none
             failed = self.group.max(int(prepared is None)) if self.sharded else 0
             if prepared and not failed:
