@@ -187,8 +187,8 @@ class Figures:
 
     def write(self, name: str, content: str) -> None:
         """Write a file of the run. Rank 0 only. Raises as `result`."""
-        with disk_errors(name, self.group.run_dir):
-            write_atomically(self.group.run_dir / name, content, check=self.run.owner.check)
+        with disk_errors(name, self.group.run_dir, check := self.run.owner.check):
+            write_atomically(self.group.run_dir / name, content, check=check)
 
 
 def number_of(value: Any) -> float:

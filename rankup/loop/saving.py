@@ -306,8 +306,8 @@ class Saving:
         newest = list_copies(saver.folder)  # the loop may not have noticed yet that a save has ended
         if position.step > (step_of(newest[-1]) if newest else 0):
             self.figures.metrics.flush()
-            save = partial(copies.save, saver.folder, self._files(position), step=position.step, keep=saver.keep)
-            saver.write(lambda: save(check_owner=saver.check_owner))
+            files, check = self._files(position), saver.check_owner
+            copies.save(saver.folder, files, step=position.step, keep=saver.keep, check_owner=check)
         for place in self.run.places.values():
             place.finish(stopped=True)
         return self.stopped()

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rankup.errors import PeerLost, UserError
+from rankup.errors import PeerLost, UserError, disk_errors
 from rankup.places.files import Check, read_json, remove_unfinished, staged, write_json
 from rankup.places.place import Place
 from rankup.timing import LAST_WORD_S, LOCK_S
@@ -340,20 +340,17 @@ def before(run_dir: Path) -> Path:
 
 def put_aside(run_dir: Path, *, check: Check) -> Path | None:
     """Move what belongs to the run there into a new folder. Returns that, None where nothing was there.
-    Raises OSError, and what `check` raises, see `rankup.places.files.staged`."""
+    Raises OSError, UserError, and what `check` raises, see `rankup.places.files.staged`."""
     there = [path for name in OF_RUN if (path := run_dir / name).exists()]
     if not there:
         return None
     visible = before(run_dir)
     (aside := visible.with_name(f".{visible.name}")).mkdir()
-    try:
+    with disk_errors("run_dir", run_dir, check):
         check()
         for path in there:
             path.rename(aside / path.name)
         return _show(aside)
-    except OSError:
-        check()  # the next owner has taken the folder's name
-        raise
 
 
 def _show(aside: Path) -> Path:

@@ -194,7 +194,7 @@ def publish(
     directory = staging.parent
     target = directory / f"step-{step:08d}"
     try:
-        with disk_errors("checkpoint", directory):
+        with disk_errors("checkpoint", directory, check_owner):
             entries = written | {name: write_durably(staging / name, content) for name, content in files.items()}
             write_durably(staging / MANIFEST, [to_json({"step": step, "files": entries})])
             _sync(staging)

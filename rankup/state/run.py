@@ -190,7 +190,7 @@ class Run:
 
         def write() -> None:
             self.owner.check()  # the set-up takes long enough to be frozen in, and replaced
-            with disk_errors(FILE, self.folder):
+            with disk_errors(FILE, self.folder, self.owner.check):
                 self.lineage.write(self.folder, check=self.owner.check)
             open_files()
             for place in self.places.values():

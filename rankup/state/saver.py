@@ -108,7 +108,8 @@ class Saver:
         """`token`: of this attempt, equal on all ranks. `check_owner`: see `copies.publish`. `saved`: called on all
         ranks with the step of each copy that stands."""
         self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_timeout_s
-        self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
+        self.check_owner = check_owner if group.is_rank0 else lambda: None
+        self.sharded, self.token = options.sharded, token
         self.saved, self.second = saved, second
         self.step: int | None = None
         self._copies = HostCopies(group.device)
@@ -142,7 +143,7 @@ class Saver:
             failed = self.group.max(int(prepared is None)) if self.sharded else 0
             if prepared and not failed:
                 work, beside = prepared
-                (self.writing.start if beside else self.writing.run)(lambda: self.write(work))
+                (self.writing.start if beside else self.writing.run)(work)
         if not self.group.max(int(self.writing.under_way)):
             self._conclude()
 
@@ -190,7 +191,7 @@ class Saver:
                 copies.save(self.folder, {STATE: record, **files_of(nodes, tensors)}, **how)
                 return
             name = file_of(self.group.rank)
-            with disk_errors("checkpoint", self.folder):
+            with disk_errors("checkpoint", self.folder, self.check_owner):
                 self._part = {name: copies.write_durably(staging / name, TensorFile(tensors, places))}
 
         def join_parts(written: dict[str, Fingerprint]) -> None:
@@ -210,16 +211,6 @@ class Saver:
                     f"memory, {free / 2**20:,.0f} are free"
                 )
         return self._beside
-
-    def write(self, work: Callable[[], T]) -> T:
-        """Call `work`, on a rank that writes. Raises PeerLost in place of an error where another attempt owns the run
-        by now: it removes our files."""
-        try:
-            return work()
-        except (OSError, UserError):
-            if self.group.is_rank0:
-                self.check_owner()
-            raise
 
     def _conclude(self) -> None:
         """What became of the save, on all ranks: raises what a rank met."""
@@ -241,7 +232,7 @@ class Saver:
         join_parts, self._join_parts = self._join_parts, None
         if join_parts is not None:
             written = {name: entry for *_, part in found for name, entry in part.items()}
-            self.group.on_rank0(lambda: self.write(lambda: join_parts(written)))
+            self.group.on_rank0(lambda: join_parts(written))
         step, self.step = self.step, None
         self.saved(step)
 
