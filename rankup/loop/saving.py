@@ -27,8 +27,8 @@ from rankup.timing import DECIDE_S
 
 # An optimizer's step takes this long at most, on a busy machine and with a large model on a CPU.
 CHANGE_S = 10.0
-# A GPU that works gets done with what was queued within this time. One that waits for a dead rank never does.
-SETTLE_S = 2.0
+# A GPU that works gets on within two of its steps, and within these bounds. One that waits for a dead rank never does.
+QUICK_S, SETTLE_S = 0.2, 2.0
 
 
 @dataclass(slots=True)
@@ -57,6 +57,7 @@ class CommitLock:
         self._failed = False  # in the middle of a change, which so never ends
         # GPUs only: the host queues work and goes on. It may be steps ahead of a GPU that waits for a dead rank.
         self._queue: deque[_Queued] = deque()
+        self._pace_s, self._got_on = SETTLE_S, (-1, 0.0)  # of its steps; how far it was when it was seen to get on last
         self._on_host = device.type != "cuda"
         # In which a GPU copies what is done and waits for nothing that is queued. Made now: CUDA makes the first stream
         # of a process once the queue is empty, and behind a dead rank it never is
@@ -78,7 +79,8 @@ class CommitLock:
             self._queue[-1].ended = self._mark()
             # The newest change that the GPU is done with stays: its progress is needed if the next one never ends
             while len(self._queue) > 1 and self._queue[1].done:
-                self._queue.popleft()
+                before = self._queue.popleft()
+                self._pace_s = before.began.elapsed_time(self._queue[0].began) / 1000
         self._lock.release()
 
     def stop(self) -> Position | None:
@@ -86,23 +88,32 @@ class CommitLock:
         under way that may end well (`busy`). From any thread."""
         until_s = time.monotonic() + CHANGE_S
         while not (held := self._lock.acquire(timeout=0.05)) and not self._failed and time.monotonic() < until_s:
-            pass
+            # The thread that has it waits for the GPU, in whose queue nothing of its change has begun
+            if self._queue and not self._queue[-1].began.query() and self._settled():
+                break
         self.busy = not held and not self._failed
         if self._on_host:
             return self.progress if held else None
-        # Without the lock too: the thread that has it waits for the GPU, in whose queue nothing of its change has begun
-        until_s = time.monotonic() + SETTLE_S
-        while time.monotonic() < until_s and not all(change.done for change in self._queue):
+        while not self._settled():
             time.sleep(0.01)
         done = [change.progress for change in self._queue if change.done]
         return done[-1] if done and self.unchanged() else None
+
+    def _settled(self) -> bool:
+        """Whether the GPU is done with what was queued, or does not get on. To be asked again and again."""
+        changes, now_s = [*self._queue], time.monotonic()
+        far = sum(change.began.query() + change.done for change in changes)
+        if far != self._got_on[0]:
+            self._got_on = far, now_s
+        patience_s = min(SETTLE_S, max(QUICK_S, 2 * self._pace_s)) if self.unchanged() else SETTLE_S
+        return all(change.done for change in changes) or now_s - self._got_on[1] > patience_s
 
     def unchanged(self) -> bool:
         """Whether the GPU has begun no change that it is not done with. To be asked again once all is copied."""
         return self._on_host or not any(change.began.query() and not change.done for change in self._queue)
 
     def _mark(self) -> torch.Event:
-        event = torch.Event(self.device)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 

@@ -45,11 +45,11 @@ def test_change_that_never_ended_leaves_nothing_to_save(monkeypatch: pytest.Monk
 class Stream:
     """A GPU's queue without a GPU: `done` pieces of what was queued are done."""
 
-    queued, done = 0, 0
+    queued, done, works = 0, 0.0, 0.0
 
 
 class Event:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
         self.place = 0
 
     def record(self) -> None:
@@ -57,7 +57,11 @@ class Event:
         self.place = Stream.queued
 
     def query(self) -> bool:
+        Stream.done += Stream.works
         return self.place <= Stream.done  # as torch's: one that was not recorded is done
+
+    def elapsed_time(self, later: "Event") -> float:
+        return 1.0
 
 
 @pytest.fixture
@@ -65,10 +69,12 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
     monkeypatch.setattr(saving.torch, "Event", Event)
     monkeypatch.setattr(saving.torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(saving.torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(saving, "QUICK_S", 0.1)
     monkeypatch.setattr(saving, "SETTLE_S", 0.1)
     monkeypatch.setattr(saving, "CHANGE_S", 0.1)
     monkeypatch.setattr(Stream, "queued", 0)
     monkeypatch.setattr(Stream, "done", 0)
+    monkeypatch.setattr(Stream, "works", 0.0)
     return Stream
 
 
@@ -92,6 +98,35 @@ def test_the_last_step_that_the_gpu_has_done_counts(
     assert (None if stopped is None else stopped.step) == step
     queue.done += 1  # it goes on while its weights are copied
     assert step in (None, 3) or not guard.unchanged()
+
+
+def test_gpu_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch, queue: type[Stream]) -> None:
+    monkeypatch.setattr(saving, "QUICK_S", 0.0)
+    monkeypatch.setattr(saving, "SETTLE_S", 0.0)
+    guard = CommitLock(Position(), torch.device("cuda"))
+    for _ in range(9):
+        with guard:
+            guard.progress.step += 1
+    queue.works = 0.05  # pieces, each time somebody asks
+    stopped = guard.stop()
+    assert stopped is not None
+    assert stopped.step == 9
+
+
+def test_thread_that_waits_for_the_gpu_in_a_change_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, queue: type[Stream]
+) -> None:
+    monkeypatch.setattr(saving, "CHANGE_S", 3600.0)
+    guard = CommitLock(Position(), torch.device("cuda"))
+    for _ in range(2):
+        with guard:
+            guard.progress.step += 1
+    guard.__enter__()
+    queue.done = 4
+    stopped = guard.stop()
+    assert stopped is not None
+    assert stopped.step == 2
+    assert not guard._lock.acquire(blocking=False)
 
 
 def test_changes_that_are_done_are_forgotten(queue: type[Stream]) -> None:

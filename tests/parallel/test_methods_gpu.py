@@ -15,14 +15,14 @@ pytestmark = pytest.mark.gpu
 LINE = ("--device", "cuda", "--tensorboard=false", "--log-every-steps", "1", "--name", "run", "--deterministic")
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--lr", "0.02", "--schedule", "constant", "--save-every-steps", "6")
 # A state of 400 MB, which a rank that is left needs a while to write
-WIDE = ("--workload", "tests.rigs.faulting_workload:build", "--options.width", "4000000", "--batch-size", "8",
+WIDE = ("--workload", "tests.rigs.faulting_workload:build", "--options.width", "4000000", "--batch-size", "4",
         "--max-steps", "14", "--save-every-steps", "100")
 
 
 def shared() -> None:
     """Preloaded. nccl takes the ranks for those of two machines, and connects them by sockets."""
     if torch.cuda.device_count() == 1:
-        os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
+        os.environ |= {"NCCL_HOSTID": os.environ.get("RANK", "0"), "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
         joining.check_devices = lambda group: None
 
 
