@@ -326,5 +326,13 @@ def main() -> list[str]:
     return server.serve()
 
 
+def say_why(code: int, why: str) -> None:
+    """To the agent of this rank."""
+    from rankup.agent.ends import End, tell_agent
+
+    with contextlib.suppress(LookupError, ValueError):  # the script may have changed its environment
+        tell_agent(json.loads(os.environ["RANKUP_AGENT"]), End(int(os.environ["RANK"]), "", code, why))
+
+
 if __name__ == "__main__":
-    be_python(main())
+    be_python(main(), say_why)
