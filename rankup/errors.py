@@ -6,7 +6,7 @@ standard library.
 
 import contextlib
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 FINISHED = 0
@@ -101,11 +101,13 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def disk_errors(what: str, directory: Path) -> Iterator[None]:
-    """Within the block an OSError is the user's: the directory can't be written to. `what` failed, in a few words."""
+def disk_errors(what: str, directory: Path, check: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Within the block an OSError is the user's: the directory can't be written to. `what` failed, in a few words.
+    `check`: raises PeerLost where the directory has a next owner, who removes our files."""
     try:
         yield
     except OSError as error:
+        check()
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         problem = "has no space left" if full else f"must be writable, got {error.strerror or error}"
         raise UserError(

@@ -176,7 +176,8 @@ class Ends:
             return
         try:
             if self.job is None or not self.job.loop_is_over:
-                raise RuntimeError("the script ended without job.finish()")
+                said = getattr(sys, "last_value", None)  # of `sys.exit("text")`, in a forked rank
+                raise RuntimeError("the script ended without job.finish()" + (f": {said}" if said else ""))
             self.job.finish()
         except BaseException as error:
             self._leave(error)

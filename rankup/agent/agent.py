@@ -65,6 +65,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
+            loop.add_signal_handler(signal.SIGHUP, self._hear_signal, "SIGTERM")  # the terminal is gone
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)  # a batch system may send it to every process
         try:
             await self.ranks.open()

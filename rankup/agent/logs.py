@@ -260,7 +260,7 @@ class Pump:
     def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
         """Raises UserError where its file can't be written."""
         self._head, self._file = line_head(rank, world_size), RankLog(run_dir, rank)
-        self._tail = deque[str](maxlen=TAIL)
+        self._tail, self.last_error = deque[str](maxlen=TAIL), ""  # the newest line of stderr
         (stdout, out), (stderr, error) = os.pipe(), os.pipe()
         self.outputs = [out, error]
         self.thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
@@ -292,6 +292,8 @@ class Pump:
 
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
         self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])
+        if lines and name == "stderr":
+            self.last_error = lines[-1][:500]
         self._file.add(lines)
         if not self._head:
             with contextlib.suppress(OSError, ValueError):

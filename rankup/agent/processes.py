@@ -197,7 +197,7 @@ def be_python(argv: list[str]) -> NoReturn:
         code = FINISHED if error.code is None else error.code
         if not isinstance(code, int):
             print(code, file=sys.stderr)
-            code = FAULT
+            code, sys.last_value = FAULT, error  # as of any other error
     except BaseException as error:
         code = _show(error)
     _end(code)

@@ -248,6 +248,8 @@ class Ranks:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.pump is not None and code != FINISHED:
             cause = last_exception(rank.pump.tail)
+            if not cause and code == FAULT and rank.pump.last_error:  # maybe of `sys.exit("text")`
+                cause = f"stderr: {rank.pump.last_error}"
         end = End(rank.number, self.host, code, cause, record.step, rank.told, suspect)
         if rank.pump is not None:
             attempt = f"{self._commit['job']}-{self._commit['restarts']}"

@@ -1,7 +1,6 @@
 """Where a run stands and what it reports: `state.json` of a copy, training lines, evaluations, speed, slow ranks, the
 result."""
 
-import contextlib
 import json
 import platform
 from dataclasses import dataclass, field, fields
@@ -16,7 +15,7 @@ from rankup.observe.goodput import Course, Reporter, one_line, speed
 from rankup.observe.metrics import Metrics, Position, entry
 from rankup.observe.stragglers import RankReports, StepClock
 from rankup.observe.tracker import Facts, Tracker
-from rankup.places.files import write_atomically
+from rankup.places.files import discard, write_atomically
 from rankup.places.lease import RESULT
 from rankup.state.copies import STATE, Check
 from rankup.state.run import Run
@@ -129,8 +128,8 @@ class Figures:
     def open(self, commit: dict[str, Any], *, changed: bool) -> None:
         """The run goes on from here: continue its files, of which this attempt is the owner. Rank 0 only. `commit`: of
         the agents, where their number may change. `changed`: other ranks wrote the newest copy."""
-        with contextlib.suppress(OSError):
-            (self.group.run_dir / RESULT).unlink()  # beside a run that goes on it would be read as its end
+        # Beside a run that goes on it would be read as its end
+        discard(self.group.run_dir / RESULT, check=self.run.owner.check)
         self.metrics = Metrics(
             self.group.run_dir, self._position, saved=Position.of(self.run.saved),
             tensorboard=self._settings.tensorboard, check_owner=self.run.owner.check,
@@ -177,7 +176,7 @@ class Figures:
         group, run, position = self.group, self.run, self._position
         assert self._reporter is not None
         result = {
-            "attempt": group.attempt, "run": run.address, "step": position.step, "metrics": position.metrics or {},
+            "attempt": group.attempt, "run": run.owner.where, "step": position.step, "metrics": position.metrics or {},
             f"{self.course.unit}_per_s": round(speed(group, self.course, position.step), 1),
             "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": VERSIONS,
             "goodput": self._reporter.goodput(), **values,
@@ -188,8 +187,8 @@ class Figures:
 
     def write(self, name: str, content: str) -> None:
         """Write a file of the run. Rank 0 only. Raises as `result`."""
-        with disk_errors(name, self.group.run_dir):
-            write_atomically(self.group.run_dir / name, content, check=self.run.owner.check)
+        with disk_errors(name, self.group.run_dir, check := self.run.owner.check):
+            write_atomically(self.group.run_dir / name, content, check=check)
 
 
 def number_of(value: Any) -> float:

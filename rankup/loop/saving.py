@@ -226,7 +226,7 @@ class Saving:
             # Gathered state is written at once: a copy of it would need the memory twice
             may_go_on = not self.tracked.split or (run.saver.sharded and run.second_rank is None)
             self.group.on_rank0(self.figures.metrics.flush)  # a resumed run does not repeat the saved steps
-            run.saver.save(position.step, self._record(position), state, may_go_on=may_go_on, wait=wait)
+            run.saver.save(position.step, lambda: self._record(position), state, may_go_on=may_go_on, wait=wait)
             self._saved = position.key
         if wait:
             run.settle()
@@ -317,8 +317,8 @@ class Saving:
         newest = list_copies(saver.folder)  # the loop may not have noticed yet that a save has ended
         if position.step > (step_of(newest[-1]) if newest else 0):
             self.figures.metrics.flush()
-            save = partial(copies.save, saver.folder, self._files(position), step=position.step, keep=saver.keep)
-            saver.write(lambda: save(check_owner=saver.check_owner))
+            files, check = self._files(position), saver.check_owner
+            copies.save(saver.folder, files, step=position.step, keep=saver.keep, check_owner=check)
         for place in self.run.places.values():
             place.finish(stopped=True)
         return self.stopped()

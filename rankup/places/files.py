@@ -53,16 +53,21 @@ def remove_unfinished(folder: Path) -> None:
             discard(left)
 
 
-def discard(path: Path) -> None:
-    """Remove a file, a copy or what is to become one. Raises nothing."""
+def discard(path: Path, *, check: Check | None = None) -> None:
+    """Remove a file, a copy or what is to become one. `check`: as in `staged`; its error is all that this raises."""
     # Renamed first: a folder that is half removed must not look like a copy, and nobody may give its name to it
-    doomed = path.with_name(f"{STAGING}{secrets.token_hex(4)}-old")
-    with suppress(OSError):
-        path.rename(doomed)
-        if doomed.is_dir():
-            shutil.rmtree(doomed, ignore_errors=True)
-        else:
-            doomed.unlink()
+    doomed = aside = path.with_name(f"{STAGING}{secrets.token_hex(4)}-old")
+    try:
+        with suppress(OSError):
+            if check:  # into a folder, which the next owner removes: whoever wakes up after the look moves nothing
+                aside.mkdir()
+                check()
+                doomed = aside / path.name
+            path.rename(doomed)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):
+            aside.unlink()
 
 
 def write_atomically(path: Path, content: str, *, check: Check | None = None) -> None:

@@ -4,8 +4,9 @@ An owner gives signs of life; another process may take the run from an owner tha
 frozen and taken for dead may wake up before any of its writes. So each place refuses that write:
 
 - In a folder a file is written beside its name, then the lease is read, then the file gets its name. The next owner
-  first writes the lease, and then removes what others have written beside names. To metrics.jsonl lines are added: of
-  an owner that may wake up the next one takes the content over into a new file.
+  first writes the lease, and then removes what others have written beside names. What goes away is moved into a hidden
+  folder in the same order, of which the next owner takes the name. To metrics.jsonl lines are added: of an owner that
+  may wake up the next one takes the content over into a new file.
 - At an address every owner has a number, and writes below that alone (see `rankup.state.second_place`). The store only
   has to know "create unless it exists".
 
@@ -30,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rankup.errors import PeerLost, UserError
+from rankup.errors import PeerLost, UserError, disk_errors
 from rankup.places.files import Check, read_json, remove_unfinished, staged, write_json
 from rankup.places.place import Place
 from rankup.timing import LAST_WORD_S, LOCK_S
@@ -130,6 +131,9 @@ class Lease:
 
         write_json(self.path, self._sign(1), check=check)
         remove_unfinished(self.path.parent)
+        for aside in self.path.parent.glob(".before-*"):
+            with contextlib.suppress(OSError):
+                _show(aside)
         path = self.path.with_name(METRICS)
         if self._may_wake and path.exists():  # not always: it may be large
             with staged(path, check=self.check) as new:
@@ -334,13 +338,21 @@ def before(run_dir: Path) -> Path:
     return run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 
-def put_aside(run_dir: Path, *more: str) -> Path | None:
-    """Move what belongs to the run there, and `more`, into a new folder. Returns that, None where nothing was there.
-    Raises OSError."""
-    there = [path for name in (*OF_RUN, *more) if (path := run_dir / name).exists()]
+def put_aside(run_dir: Path, *, check: Check) -> Path | None:
+    """Move what belongs to the run there into a new folder. Returns that, None where nothing was there.
+    Raises OSError, UserError, and what `check` raises, see `rankup.places.files.staged`."""
+    there = [path for name in OF_RUN if (path := run_dir / name).exists()]
     if not there:
         return None
-    (aside := before(run_dir)).mkdir()
-    for path in there:
-        shutil.move(path, aside / path.name)
-    return aside
+    visible = before(run_dir)
+    (aside := visible.with_name(f".{visible.name}")).mkdir()
+    with disk_errors("run_dir", run_dir, check):
+        check()
+        for path in there:
+            path.rename(aside / path.name)
+        return _show(aside)
+
+
+def _show(aside: Path) -> Path:
+    """Give the hidden folder its name: nobody moves anything into it from now on."""
+    return aside.rename(aside.with_name(aside.name[1:]))

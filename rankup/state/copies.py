@@ -194,12 +194,12 @@ def publish(
     directory = staging.parent
     target = directory / f"step-{step:08d}"
     try:
-        with disk_errors("checkpoint", directory):
+        with disk_errors("checkpoint", directory, check_owner):
             entries = written | {name: write_durably(staging / name, content) for name, content in files.items()}
             write_durably(staging / MANIFEST, [to_json({"step": step, "files": entries})])
             _sync(staging)
             check_owner()
-            _rename(staging, target)
+            rename(staging, target)
             _sync(directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -222,8 +222,8 @@ def write_durably(path: Path, content: Iterable[Any]) -> Fingerprint:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _rename(staging: Path, target: Path) -> None:
-    """Atomic within one file system: a reader sees no copy or a whole one. Raises OSError."""
+def rename(staging: Path, target: Path) -> Path:
+    """Atomic within one file system: a reader sees no copy or a whole one. Returns `target`. Raises OSError."""
     # Of the same step: damaged, or saved before its evaluation. A folder can't be renamed onto another one
     aside = target.with_name(f"{target.name}.replaced")
     if target.exists():
@@ -236,6 +236,7 @@ def _rename(staging: Path, target: Path) -> None:
             aside.rename(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+    return target
 
 
 def _sync(directory: Path) -> None:

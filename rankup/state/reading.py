@@ -1,9 +1,10 @@
 """Reads and verifies copies. One rank reads a plain copy and sends it to the others. A sharded copy is on storage that
 all nodes share, and each rank reads the slices that it needs."""
 
+import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,10 +43,8 @@ class Copy:
         """The same with all shards read into this process, as if it were saved plain. Raises Damaged."""
         if not self.sharded:
             return self
-        try:
+        with _fitting(self.path):
             return replace(self, tracked=CopyFiles(self.path).read_all(), sharded=False)
-        except Exception as error:  # as in `read`
-            raise Damaged(self.path, _misfit(error)) from None
 
 
 def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_check) -> Copy | None:
@@ -88,7 +87,7 @@ def newest_whole(
 def read(path: Path, check: Check = no_check) -> Copy:
     """The copy in the folder `path`. Raises Damaged, and UserError where `check` refuses it."""
     record = verify(path)
-    try:
+    with _fitting(path):
         check(path, record)  # first: a copy of another kind may hold what nobody here can read
         if not RUN_ID.fullmatch(run := str(record.get("run", ""))):  # it names folders
             raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run:.80}".')
@@ -96,14 +95,18 @@ def read(path: Path, check: Check = no_check) -> Copy:
             raise ValueError(f"{STATE}: attempt is missing")
         files = CopyFiles(path)
         return Copy(path, record, {} if files.sharded else files.read_all(), files.sharded)
+
+
+@contextlib.contextmanager
+def _fitting(path: Path) -> Iterator[None]:
+    """Raises Damaged for any other error than the user's: every digest is right, so somebody made them."""
+    try:
+        yield
     except UserError:
         raise
-    except Exception as error:  # every digest is right, so somebody made them: it may be anything
-        raise Damaged(path, _misfit(error)) from None
-
-
-def _misfit(error: Exception) -> str:
-    return f"its files don't fit together ({' '.join(str(error).split())[:200]})"
+    except Exception as error:
+        why = f"its files don't fit together ({' '.join(str(error).split())[:200]})"
+        raise Damaged(path, why) from None
 
 
 def share(read_it: Callable[[], Copy], group: Group, *, source: int = 0) -> Copy:

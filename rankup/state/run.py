@@ -29,8 +29,8 @@ from rankup.timing import VISIBLE_S
 
 
 class Run:
-    """A run for the length of an attempt. All ranks have one; `places` by kind, and `owner`, whose lease says whether
-    the run is still this attempt's, are rank 0's. `address`: where a user finds the run, its folder or one in a store.
+    """A run for the length of an attempt. All ranks have one; `places` by kind, and `owner`, whose lease says where the
+    run is and whether it is still this attempt's, are rank 0's.
 
     `newest`: the copy to go on from, on all ranks, None at the beginning of a run, and once the loop has it. `kind`: of
     the place where it was. `words`: what it is, for the user. `finished`: nothing is left to do. `second_rank`: who
@@ -39,11 +39,9 @@ class Run:
     """
 
     def __init__(self, group: Group, options: Options) -> None:
-        self.folder = folder = group.run_dir
-        self.group, self.options, self.address = group, options, str(folder)
+        self.group, self.options, self.folder = group, options, group.run_dir
         self.owner: Lease
         self.places: dict[int, SecondPlace] = {}
-        self.second: SecondCopies | None = None
         self.second_rank: int | None = None
         self.newest: Copy | None = None
         self.kind, self.words = CHECKPOINT, ""
@@ -67,13 +65,13 @@ class Run:
         if self.finished:
             memory.remove(self.lineage.run)
         self.parts = Parts(group, self.lineage.run, options.memory_every_steps)
-        if self.second_rank == group.rank:
-            self.second = SecondCopies(group, self.folder / SECOND / self.lineage.run, options)
         for place in self.places.values():
             place.run = self.lineage.run
+        second = self.folder / SECOND / self.lineage.run
         self.saver = Saver(
             group, self.folder / "checkpoints", options, token=self.token, check_owner=lambda: self.owner.check(),
-            second=self.second, saved=self._note_saved,
+            second=SecondCopies(group, second, options) if self.second_rank == group.rank else None,
+            saved=self._note_saved,
         )
 
     def _take(self, stack: contextlib.ExitStack) -> tuple[dict[str, Any], str]:
@@ -85,11 +83,12 @@ class Run:
         self.owner = lease = Lease(self.folder, group.attempt, agreed=agreed)
         with disk_errors("run_dir", self.folder):
             stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
+            group.status.claim(lease)
             remove_unfinished(folder)
             begun = Lineage.read(self.folder)
             # To start anew must not lose anything
             anew = options.fresh and not (begun and may(begun))
-            if anew and (aside := put_aside(self.folder, SECOND)):
+            if anew and (aside := put_aside(self.folder, check=lease.check)):
                 group.log.info(f"--fresh: the earlier run was moved to {aside}")
             for kind, url in {STORE: options.store, MIRROR: options.mirror}.items():
                 if url:
@@ -97,8 +96,7 @@ class Run:
                     self.places[kind] = place
                     self._found += [[kind, *one] for one in place.adopt(stack, wanted=may)]
                     if place.required:
-                        self.owner, self.address = place.lease, place.address
-            group.status.claim(self.owner)
+                        self.owner = place.lease
             line = Lineage.read(self.folder) or Lineage.new(group.attempt, group.launch.start)
             self._found += choice.found_in(folder)
         return line.values(), lease.token
@@ -192,7 +190,7 @@ class Run:
 
         def write() -> None:
             self.owner.check()  # the set-up takes long enough to be frozen in, and replaced
-            with disk_errors(FILE, self.folder):
+            with disk_errors(FILE, self.folder, self.owner.check):
                 self.lineage.write(self.folder, check=self.owner.check)
             open_files()
             for place in self.places.values():
@@ -222,8 +220,8 @@ class Run:
         """The same for all saves, because the training ends."""
         self.wait()
         self.parts.close()
-        if self.second is not None:
-            self.second.join(self.second.left_s)
+        if (second := self.saver.second) is not None:
+            second.join(second.left_s)
 
     def _note_saved(self, step: int) -> None:
         """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""

@@ -108,7 +108,8 @@ class Saver:
         """`token`: of this attempt, equal on all ranks. `check_owner`: see `copies.publish`. `saved`: called on all
         ranks with the step of each copy that stands."""
         self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_timeout_s
-        self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
+        self.check_owner = check_owner if group.is_rank0 else lambda: None
+        self.sharded, self.token = options.sharded, token
         self.saved, self.second = saved, second
         self.step: int | None = None
         self._copies = HostCopies(group.device)
@@ -120,27 +121,29 @@ class Saver:
         self._join_parts: Callable[[dict[str, Fingerprint]], None] | None = None
 
     def save(
-        self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True, wait: bool = False
+        self, step: int, record: Callable[[], bytes], tracked: dict[str, Any], *, may_go_on: bool = True,
+        wait: bool = False,
     ) -> None:
         """Write one copy, beside the training where that may be; the save before ends first. All ranks call this at the
         same step, and then `look` at each one.
 
-        `record`: the contents of `state.json`. `tracked`: whole on rank 0, or each rank's part where copies are
-        sharded. `may_go_on`: False where it is not to be kept in memory. `wait`: the training ends with this one.
+        `record`: makes the contents of `state.json`, where they are written. `tracked`: whole on rank 0, or each rank's
+        part where copies are sharded. `may_go_on`: False where it is not to be kept in memory. `wait`: the training
+        ends with this one.
         Raises, on all ranks, UserError where one can't write, and PeerLost where another attempt owns the run.
         """
         self.look(wait=True)
         self.group.watch.enter("save", self.timeout_s, step=step)
         if self.second is not None and may_go_on:  # this rank has all that rank 0 has
-            self.second.save(step, record, tracked, wait=wait)
+            self.second.save(step, record(), tracked, wait=wait)
         self.step, self._count, self._part, self._join_parts = step, self._count + 1, {}, None
         if self.group.is_rank0 or self.sharded:
-            prepared = self.writing.run(lambda: self._prepare(step, record, tracked, may_go_on))
+            prepared = self.writing.run(lambda: self._prepare(step, record(), tracked, may_go_on))
             # No rank may wait for the part of one that writes none
             failed = self.group.max(int(prepared is None)) if self.sharded else 0
             if prepared and not failed:
                 work, beside = prepared
-                (self.writing.start if beside else self.writing.run)(lambda: self.write(work))
+                (self.writing.start if beside else self.writing.run)(work)
         if not self.group.max(int(self.writing.under_way)):
             self._conclude()
 
@@ -188,7 +191,7 @@ class Saver:
                 copies.save(self.folder, {STATE: record, **files_of(nodes, tensors)}, **how)
                 return
             name = file_of(self.group.rank)
-            with disk_errors("checkpoint", self.folder):
+            with disk_errors("checkpoint", self.folder, self.check_owner):
                 self._part = {name: copies.write_durably(staging / name, TensorFile(tensors, places))}
 
         def join_parts(written: dict[str, Fingerprint]) -> None:
@@ -208,16 +211,6 @@ class Saver:
                     f"memory, {free / 2**20:,.0f} are free"
                 )
         return self._beside
-
-    def write(self, work: Callable[[], T]) -> T:
-        """Call `work`, on a rank that writes. Raises PeerLost in place of an error where another attempt owns the run
-        by now: it removes our files."""
-        try:
-            return work()
-        except (OSError, UserError):
-            if self.group.is_rank0:
-                self.check_owner()
-            raise
 
     def _conclude(self) -> None:
         """What became of the save, on all ranks: raises what a rank met."""
@@ -239,7 +232,7 @@ class Saver:
         join_parts, self._join_parts = self._join_parts, None
         if join_parts is not None:
             written = {name: entry for *_, part in found for name, entry in part.items()}
-            self.group.on_rank0(lambda: self.write(lambda: join_parts(written)))
+            self.group.on_rank0(lambda: join_parts(written))
         step, self.step = self.step, None
         self.saved(step)
 

@@ -134,8 +134,8 @@ class SecondPlace:
         self.required, self.options, self.log = required, options, log
         self.folder, self.checkpoints = folder, folder / "checkpoints"
         self.place = Place.open(url, warn=log.warning if required else self._fail).below(folder.name)
-        self.address, self.run = self.place.url, ""  # the id of the run that is copied
-        self.called = self.address if required else f"the mirror {self.address}"
+        self.run = ""  # the id of the run that is copied
+        self.called = self.place.url if required else f"the mirror {self.place.url}"
         self.lease = StoreLease(self.place, lease)
         self._copying = Writing("upload", math.inf)
         self._waits = False  # a thread has yet to begin, and copies what is the newest then
@@ -167,12 +167,12 @@ class SecondPlace:
                 return []
             behind = self.required and not (here and here.goes_on_from(there))
             if behind and not nothing_here:  # what others have gone on without
-                aside = put_aside(self.folder)
-                self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
+                aside = put_aside(self.folder, check=self.lease.check)
+                self.log.info(f"{self.called} went on elsewhere: what this machine had of it was moved to {aside}")
             if behind or nothing_here:
                 self.fetch_files(number)
             elif here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
-                there.write(self.folder)
+                there.write(self.folder, check=self.lease.check)
             run = Lineage.read(self.folder)
             for one in _copies(names, run.run) if run else []:
                 of = copies.about(self.place.read_json(f"{one}/{STATE}"), step_of(Path(one)))
@@ -199,8 +199,7 @@ class SecondPlace:
                 with self._asking(alone=not list_whole(directory)):
                     _download(self.place, stored, path)
                 copy = read(path, check)  # what a mirror that fails has not given is missing
-                shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
-                return replace(copy, path=path.rename(target))
+                return replace(copy, path=copies.rename(path, target))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -245,7 +244,7 @@ class SecondPlace:
         if not self.lease.number:  # the mirror did not answer at the opening
             here, (_, there) = Lineage.read(self.folder), newest_run(self.place, self.place.names())
             if here and there and there.run == here.run and not here.goes_on_from(there):
-                raise PeerLost(f"another attempt has gone on with the run on {self.address}")
+                raise PeerLost(f"another attempt has gone on with the run on {self.place.url}")
         self._claim()
         self.lease.look()
         copies.uploading.add(path)

@@ -99,13 +99,16 @@ def set_by_torchrun() -> set[str]:
 @pytest.mark.parametrize("knows_us", [False, True])
 def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, tmp_path: Path) -> None:
     facts = "{'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ)}"
-    text = "import rankup\n" * knows_us + f"(folder / f'facts-{{rank}}').write_text(json.dumps({facts}))"
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "own.py").touch()
+    text = "import rankup\n" * knows_us + f"import own\n(folder / f'facts-{{rank}}').write_text(json.dumps({facts}))"
     given = {"CARPET": "y", "RANKUP_CACHE": "x", "TORCHELASTIC_RUN_ID": "stale",
              "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTHONUNBUFFERED": ""}
     line = ("-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work", "-m")
     bare, words = ("env", "-u", "OMP_NUM_THREADS"), ["--", "--lr", "0.1", *(f"shard-{n:06}" for n in range(90_000))]
     module = write(tmp_path, text).stem  # not in the folder where its ranks start
-    with ended(start(*bare, sys.executable, *line, module, *words, env=given, cwd=tmp_path)) as job:
+    env = {**given, "PYTHONPATH": f"{ROOT}{os.pathsep}library"}
+    with ended(start(*bare, sys.executable, *line, module, *words, env=env, cwd=tmp_path)) as job:
         assert job.wait() == [0], job.output
     found = [json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in TWO]
     assert [(each["argv"], each["cwd"]) for each in found] == [(words, str(tmp_path / "work"))] * 2
@@ -217,6 +220,19 @@ def hang_from_the_first_report_on() -> None:
 # Ends and restarts ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("begin", "cause"), [
+    ("print('begun', flush=True)", "stderr: no --data"),
+    ("import rankup\nrankup.init(folder / 'runs/job')",
+     "RuntimeError: the script ended without job.finish(): no --data"),
+])
+def test_text_of_sys_exit_is_named_as_the_cause(begin: str, cause: str, tmp_path: Path) -> None:
+    with ended(launch(tmp_path, f"{begin}\nsys.exit('no --data')", nproc=1)) as job:
+        assert job.wait() == [1], job.output
+    assert f"ended with 1 ({cause}) (exit code 1)" in job.output
+    assert cause in status(tmp_path)["why"]
+    assert cause in diagnose_files([tmp_path / "runs/job"])[0].seen
+
+
 def test_fault_of_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
     text = "say('here')\nif rank == 1: raise MemoryError('boom')\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:
@@ -305,7 +321,9 @@ for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, handle)
 """
 
 
-@pytest.mark.parametrize(("sent", "got"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGTERM")])
+@pytest.mark.parametrize(("sent", "got"), [
+    ("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGTERM"), ("SIGHUP", "SIGTERM"),
+])
 def test_signal_reaches_all_ranks_which_may_save(sent: str, got: str, tmp_path: Path) -> None:
     """A script that handles SIGUSR1 itself is below."""
     with ended(launch(tmp_path, HANDLES + WAITS)) as job:
@@ -316,8 +334,18 @@ def test_signal_reaches_all_ranks_which_may_save(sent: str, got: str, tmp_path: 
             pid_of(tmp_path, rank, name=got)
             (tmp_path / f"saved-{rank}").touch()
         assert job.wait() == [143], job.output
-    assert f"{sent}: passed on to 2 ranks" in job.output
+    assert f"{'SIGTERM' if sent == 'SIGHUP' else sent}: passed on to 2 ranks" in job.output
     assert status(tmp_path)["state"] == "stopped"
+
+
+def test_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    options = ("rankup", "launch", "--no-fork", f"--run-dir={tmp_path}/runs")
+    with ended(start("nohup", sys.executable, "-m", *options, write(tmp_path, WAITS))) as job:
+        pids = [pid_of(tmp_path, 0), job.processes[0].pid]
+        for pid in pids:
+            os.kill(pid, signal.SIGHUP)
+        (tmp_path / "go").touch()
+        assert job.wait() == [0], job.output
 
 
 def test_script_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:

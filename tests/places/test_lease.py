@@ -270,7 +270,8 @@ def test_second_attempt_is_refused_on_all_ranks_and_leaves_the_first_alone(forks
 
 
 def freeze() -> None:
-    """On machine one. FREEZE says where it waits for a file: in a save of step 16, or before the run directory's files.
+    """On machine one. FREEZE says where it waits for a file: in a save of step 16, before the run directory's files, or
+    when the file or folder of that name is about to go away.
     """
     on_machine_one()
     from rankup.state import copies
@@ -283,6 +284,10 @@ def freeze() -> None:
         (folder / "there").touch()
         while not (folder / "go on").exists():
             time.sleep(0.01)
+
+    def removes(event: str, values: tuple[Any, ...]) -> None:
+        if event in ("os.rename", "os.remove") and str(values[0]) == str(folder / "run" / os.environ["FREEZE"]):
+            wait()
 
     def writes(path: Path, content: Any) -> Any:
         if "step-00000016" in path.parent.name and path.name == "manifest.json":
@@ -297,16 +302,21 @@ def freeze() -> None:
         copies.write_durably = writes
     elif os.environ["FREEZE"] == "set-up":
         Run.begin = begins  # type: ignore[method-assign]
+    else:
+        sys.addaudithook(removes)
 
 
-@pytest.mark.parametrize("where", ["set-up", "save", "step"])
+@pytest.mark.parametrize("where", ["set-up", "result.json", "checkpoints", "save", "step"])
 def test_frozen_job_that_was_taken_over_writes_nothing_more(forks: Forks, tmp_path: Path, where: str) -> None:
     run = tmp_path / "run"
     env = {"FOLDER": str(tmp_path), "FREEZE": where}
     if where == "step":
         env |= waiting(tmp_path / "go on", tell=str(tmp_path / "there"))
-    preload = "tests.places.test_lease:{}"
-    with forks.running(*train(run), env=env, preload=preload.format("freeze")) as first:
+    preload, fresh = "tests.places.test_lease:{}", ()
+    if where == "checkpoints":
+        (run / where).mkdir(parents=True)  # of an earlier run
+        fresh = ("--fresh",)
+    with forks.running(*train(run, *fresh), env=env, preload=preload.format("freeze")) as first:
         first.wait_until((tmp_path / "there").exists, where)
         if where == "save":  # its loop then waits for that one, and is not between a look at the owner and a line
             lines = run / "metrics.jsonl"
@@ -316,7 +326,7 @@ def test_frozen_job_that_was_taken_over_writes_nothing_more(forks: Forks, tmp_pa
             (tmp_path / "metrics").hardlink_to(run / "metrics.jsonl")  # what it has open
         first.processes[0].signal("SIGSTOP")
         output = forks.ends(*train(run), preload=preload.format("on_machine_two"))
-        assert ("resumed from step-00000008" in output) == (where != "set-up")
+        assert ("resumed from step-00000008" in output) == (where in ("save", "step"))
         files = [*tmp_path.iterdir(), *run.iterdir(), *(run / "checkpoints").rglob("*")]
         left = {path: path.read_bytes() for path in files if path.is_file() and path.name != ".lock"}
         assert {run / "run.json", run / "metrics.jsonl", run / "result.json"} <= left.keys()

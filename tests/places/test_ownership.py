@@ -18,7 +18,7 @@ from rankup.agent.ends import StatusFile
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PeerLost, UserError
 from rankup.observe.metrics import Metrics, Position, entry
-from rankup.places.files import remove_unfinished, write_json
+from rankup.places.files import discard, remove_unfinished, write_json
 from rankup.places.lease import Lease, Lineage, StoreLease
 from rankup.state.choice import STORE, Candidate, in_order
 from rankup.state.copies import Damaged, find_problem, list_copies, no_check, step_of
@@ -155,6 +155,7 @@ class InFolder:
             step = newest_good_step(checkpoints)
             lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(self.run_dir, check=lease.check)
+            discard(self.run_dir / "result.json", check=lease.check)
 
             def check() -> None:
                 lease.check()

@@ -16,7 +16,7 @@ import pytest
 
 import rankup
 from tests.rigs.jobs import ROOT, environment
-from train import commands
+from train import commands, workloads
 from train.config import Config
 
 FOLDERS = ["setting", "config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "examples"]
@@ -30,6 +30,7 @@ ORDER = [
 ]
 # The settings of data sets, workloads and methods are declared beside these. train.config collects them
 DECLARED = {"train.data", "train.data.sources", "train.data.sources.fetch", "train.workloads", "train.parallel"}
+PASSED_ON = "train.workloads.workload"  # what else is asked of train.workloads comes from there
 
 
 def files() -> list[Path]:
@@ -41,7 +42,9 @@ def graph() -> dict[str, set[str]]:
     modules = {module_of(path): path for path in files()}
     # Not of `rankup` itself, the library's public names: it has them from everywhere, when they are asked for
     del modules["rankup"]
-    return {module: set(imported(path, modules)) - {"rankup", "train"} for module, path in modules.items()}
+    found = {module: set(imported(path, modules)) - {"rankup", "train"} for module, path in modules.items()}
+    found["train.workloads"].remove(PASSED_ON)  # for type checkers
+    return found
 
 
 def module_of(path: Path) -> str:
@@ -60,6 +63,8 @@ def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
             assert bool(node.level) == (inside and base.startswith("train")), f"{path}: {base}"
             names = [f"{base}.{alias.name}" for alias in node.names]
             found = [name if name in modules else base for name in names]
+            if base == "train.workloads" and not {alias.name for alias in node.names} <= vars(workloads).keys():
+                found.append(PASSED_ON)
         else:
             found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         yield from (name for name in found if name.split(".")[0] in ("rankup", "train"))
@@ -75,6 +80,21 @@ def test_imports_run_one_way_between_folders() -> None:
     wrong = [f"{importer} imports {name}" for importer, names in found.items() for name in names
              if ORDER.index(folder_of(name)) > ORDER.index(folder_of(importer))]
     assert wrong == []
+
+
+def test_import_of_what_train_workloads_passes_on_is_one_of_the_module_that_has_it(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("from train.workloads import Workload\n")
+    assert PASSED_ON in imported(tmp_path / "own.py", {})
+
+
+def test_what_pages_import_from_train_workloads_has_a_type() -> None:
+    """Type checkers take for Any what `__getattr__` alone knows."""
+    tree = ast.parse((ROOT / "train" / "workloads" / "__init__.py").read_text())
+    typed = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    pages = [*(ROOT / "train").rglob("*.md"), *(ROOT / "k8s").rglob("*.py")]
+    named = [re.findall(r"^from train\.workloads import (.*)", page.read_text(), re.MULTILINE) for page in pages]
+    used = {name for lines in named for line in lines for name in line.split(", ")}
+    assert {"Workload"} <= used <= typed
 
 
 def test_imports_of_the_program_are_public_names() -> None:

@@ -125,7 +125,7 @@ def test_step_that_is_saved_again_is_put_together_in_another_folder(
         group, tmp_path, Options(), token="it", check_owner=lambda: None, saved=lambda step: None, second=None
     )
     for _ in range(2):
-        saver.save(8, b'{"step": 8}', {"count": {"n": 1}})
+        saver.save(8, lambda: b'{"step": 8}', {"count": {"n": 1}})
         saver.look(wait=True)
     assert (len({*names}), steps(tmp_path)) == (2, [8])
 

@@ -182,6 +182,19 @@ def test_parts_of_another_number_of_ranks_are_not_taken(memory: Path) -> None:
     assert found[0] == 10
 
 
+@pytest.mark.parametrize(("wanted", "kept"), [(True, True), (True, False), (False, True), (False, False)])
+def test_where_ranks_differ_the_parts_of_earlier_attempts_go_too_and_rescues_stay(
+    memory: Path, wanted: bool, kept: bool
+) -> None:
+    """Also before this attempt's first parts. `kept`: it took some; it could take no more where none is `wanted`."""
+    keep(Ranks(), 10)
+    held = [*memory.glob("*/*/*")]
+    parts = Parts(SimpleNamespace(device=torch.device("cpu")), RUN, 1)  # type: ignore[arg-type]
+    parts.wanted, parts._folders = wanted, {0: held[0].parent} if kept else {}
+    parts.distrust()
+    assert [path.exists() for path in held] == [not (wanted or kept)] * RANKS
+
+
 def test_parts_take_three_times_their_size(memory: Path) -> None:
     size = 32 * 2**20
 

@@ -4,11 +4,16 @@ A user's own is a module with `build(config) -> Workload`, named by its import p
 """
 
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
 from ..setting import Settings, path, setting
+
+if TYPE_CHECKING:
+    from .workload import Sums as Sums
+    from .workload import TensorSamples as TensorSamples
+    from .workload import Workload as Workload
 
 # Modules in here, each with a function `build`
 WORKLOADS = ("images", "text")

@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from rankup import UserError
 
 from ..config import Config
-from ..data.samples import MapSamples, Samples, TensorSamples
+from ..data.samples import MapSamples, Samples
+from ..data.samples import TensorSamples as TensorSamples
 from . import RULE
 
 LOG = logging.getLogger("rankup")  # rank 0 prints what it is told

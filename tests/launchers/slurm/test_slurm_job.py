@@ -155,6 +155,13 @@ def test_slurm_counts_come_from_the_allocation_and_pyxis_gets_its_image(tmp_path
     assert line.endswith(f"{ROOT}/slurm/task.sh --nproc 4 {ROOT}/train/main.py train --epochs 9")
 
 
+def test_slurm_job_that_asked_for_gpus_in_all_asks_no_number_of_each_node(tmp_path: Path) -> None:
+    """Slurm may have given one node more of them than another."""
+    job = Started(tmp_path, "0", SLURM_GPUS_ON_NODE="4", SLURM_GPUS="6")
+    assert job.run()[0] == 0
+    assert "--gpus" not in job.trained()[0]
+
+
 @pytest.mark.parametrize("tasks", [
     {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}, {"SLURM_NTASKS_PER_NODE": "2"},
 ], ids=["all", "per-node"])
