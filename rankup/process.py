@@ -125,15 +125,12 @@ class Program:
     def end(self, error: BaseException) -> int:
         """Print why this process ends, tell it to torchrun or our agent, and return the exit code."""
         from rankup.agent.ends import End, tell_torchrun, what_next
-        from rankup.agent.protocol import AgentLine
+        from rankup.agent.protocol import tell_agent
 
         tell_torchrun(error)
         code, agent = exit_code(error), getattr(self.found, "agent", None)
         if agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
-            with contextlib.suppress(OSError):
-                line = AgentLine(agent, lambda message: None)
-                line.say("end", **End(self.rank_env.rank, host_name(), code, reason(error)).message())
-                line.close()
+            tell_agent(agent, End(self.rank_env.rank, host_name(), code, reason(error)).message())
         if isinstance(error, Stopped):
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
-from rankup.errors import FAULT, FINISHED
+from rankup.errors import FAULT, FINISHED, reason
 from rankup.timing import LAST_WORD_S
 
 ROOT = Path("/")
@@ -171,8 +171,9 @@ def set_hard_deadline(timeout_s: float) -> None:
 # A forked rank --------------------------------------------------------------------------------------------------------
 
 
-def be_python(argv: list[str]) -> NoReturn:
-    """Be `python ARGV`: a script, or "-m" and a module."""
+def be_python(argv: list[str], tell: Callable[[int, str], None] = lambda code, why: None) -> NoReturn:
+    """Be `python ARGV`: a script, or "-m" and a module. `tell`: gets the code and the error that it has failed with,
+    unless it has ended this process itself, as an open job does."""
     program = argv[0]
     sys.orig_argv = [sys.executable, *argv]
     sys.argv = argv[1:] if program == "-m" else argv
@@ -180,6 +181,7 @@ def be_python(argv: list[str]) -> NoReturn:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     code: Any = FINISHED
+    why, pid = "", os.getpid()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # the fork server has blocked some
         if not sys.flags.safe_path:
@@ -197,9 +199,13 @@ def be_python(argv: list[str]) -> NoReturn:
         code = FINISHED if error.code is None else error.code
         if not isinstance(code, int):
             print(code, file=sys.stderr)
-            code, sys.last_value = FAULT, error  # as of any other error
+            code, why, sys.last_value = FAULT, reason(error), error  # the latter as of any other error
     except BaseException as error:
-        code = _show(error)
+        code, why = _show(error), reason(error)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for all that are no daemons
+    atexit._run_exitfuncs()
+    if why and os.getpid() == pid:  # the script may have forked
+        tell(code, why)
     _end(code)
 
 
@@ -215,8 +221,6 @@ def _show(error: BaseException) -> int:
 def _end(code: int) -> NoReturn:
     """End as Python ends, but free no objects: to write to, and so copy, the memory that is shared takes 20 times as
     long as all the rest."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for all that are no daemons
-    atexit._run_exitfuncs()
     # What the script left open would be closed with its variables. Those of the server are frozen, so not among these
     for file in [*gc.get_objects(), sys.stdout, sys.stderr]:
         if issubclass(type(file), (io.TextIOBase, io.BufferedWriter, io.BufferedRandom)):

@@ -40,6 +40,7 @@ FILE, RESULT, METRICS = "run.json", "result.json", "metrics.jsonl"
 RUN_ID = re.compile(r"[\w-]+")  # it names folders, of which rescues are removed
 # What belongs to the run that a directory holds, and is put aside where another one takes its place
 OF_RUN = ("checkpoints", "tensorboard", METRICS, RESULT, "config.yaml", "tracker", FILE)
+ASIDE = ".aside"  # where it is put together; the next owner gives that another name
 Owner = Mapping[str, Any]  # what an owner wrote last, {} where there is none or nothing can be read
 
 
@@ -131,9 +132,8 @@ class Lease:
 
         write_json(self.path, self._sign(1), check=check)
         remove_unfinished(self.path.parent)
-        for aside in self.path.parent.glob(".before-*"):
-            with contextlib.suppress(OSError):
-                _show(aside)
+        with contextlib.suppress(OSError):  # there is none
+            self.path.with_name(ASIDE).rename(before(self.path.parent))
         path = self.path.with_name(METRICS)
         if self._may_wake and path.exists():  # not always: it may be large
             with staged(path, check=self.check) as new:
@@ -340,19 +340,13 @@ def before(run_dir: Path) -> Path:
 
 def put_aside(run_dir: Path, *, check: Check) -> Path | None:
     """Move what belongs to the run there into a new folder. Returns that, None where nothing was there.
-    Raises OSError, UserError, and what `check` raises, see `rankup.places.files.staged`."""
+    Raises UserError, and what `check` raises, see `rankup.places.files.staged`."""
     there = [path for name in OF_RUN if (path := run_dir / name).exists()]
     if not there:
         return None
-    visible = before(run_dir)
-    (aside := visible.with_name(f".{visible.name}")).mkdir()
     with disk_errors("run_dir", run_dir, check):
+        (aside := run_dir / ASIDE).mkdir()
         check()
         for path in there:
             path.rename(aside / path.name)
-        return _show(aside)
-
-
-def _show(aside: Path) -> Path:
-    """Give the hidden folder its name: nobody moves anything into it from now on."""
-    return aside.rename(aside.with_name(aside.name[1:]))
+        return aside.rename(before(run_dir))

@@ -306,15 +306,16 @@ def freeze() -> None:
         sys.addaudithook(removes)
 
 
-@pytest.mark.parametrize("where", ["set-up", "result.json", "checkpoints", "save", "step"])
+@pytest.mark.parametrize("where", ["set-up", "result.json", "metrics.jsonl", "save", "step"])
 def test_frozen_job_that_was_taken_over_writes_nothing_more(forks: Forks, tmp_path: Path, where: str) -> None:
     run = tmp_path / "run"
     env = {"FOLDER": str(tmp_path), "FREEZE": where}
     if where == "step":
         env |= waiting(tmp_path / "go on", tell=str(tmp_path / "there"))
     preload, fresh = "tests.places.test_lease:{}", ()
-    if where == "checkpoints":
-        (run / where).mkdir(parents=True)  # of an earlier run
+    if where == "metrics.jsonl":  # of an earlier run
+        (run / "checkpoints" / "earlier").mkdir(parents=True)
+        (run / where).touch()
         fresh = ("--fresh",)
     with forks.running(*train(run, *fresh), env=env, preload=preload.format("freeze")) as first:
         first.wait_until((tmp_path / "there").exists, where)
@@ -337,3 +338,4 @@ def test_frozen_job_that_was_taken_over_writes_nothing_more(forks: Forks, tmp_pa
     assert {path: path.read_bytes() for path in left} == left
     assert len(steps(run / "checkpoints")) == len(list((run / "checkpoints").iterdir()))
     assert json.loads(left[run / "status.json"])["state"] == "finished"
+    assert len(list(run.glob("before-*/checkpoints/earlier"))) == len(fresh)
