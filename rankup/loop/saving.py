@@ -56,7 +56,7 @@ class CommitLock:
         self._lock = threading.Lock()
         self.busy = False
         self._failed = False  # in the middle of a change, which so never ends
-        # GPUs only: the host queues work and goes on. It may be steps ahead of a GPU that waits for a dead rank.
+        # GPUs only: the host queues work and goes on. It may be a step ahead of a GPU that waits for a dead rank.
         self._queue: deque[_Queued] = deque()
         self._pace_s, self._got_on = SETTLE_S, (-1, 0.0)  # of its steps; how far it was when it was seen to get on last
         self._kept: _Queued | None = None  # the change that `stop` has found to be the last one done
@@ -71,6 +71,9 @@ class CommitLock:
         self._lock.acquire()
         if not self._on_host:
             self._queue.append(_Queued(self._mark()))
+            # An optimizer's count and a schedule are on the host: behind a dead rank they must not be a step ahead of
+            # the weights
+            self._queue[-1].began.synchronize()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
