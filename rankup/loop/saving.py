@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -55,20 +56,24 @@ class CommitLock:
         self._lock = threading.Lock()
         self.busy = False
         self._failed = False  # in the middle of a change, which so never ends
-        # GPUs only: the host queues work and goes on. It may be steps ahead of a GPU that waits for a dead rank.
+        # GPUs only: the host queues work and goes on. It may be a step ahead of a GPU that waits for a dead rank.
         self._queue: deque[_Queued] = deque()
         self._pace_s, self._got_on = SETTLE_S, (-1, 0.0)  # of its steps; how far it was when it was seen to get on last
+        self._kept: _Queued | None = None  # the change that `stop` has found to be the last one done
         self._on_host = device.type != "cuda"
-        # In which a GPU copies what is done and waits for nothing that is queued. Made now: CUDA makes the first stream
-        # of a process once the queue is empty, and behind a dead rank it never is
-        self.beside: Any = contextlib.nullcontext()
+        # Made now: CUDA makes the first stream of a process once the queue is empty, and behind a dead rank it never
+        # is. Of the priority that few use: torch gives the 33rd who asks for one the stream of the first
+        self._stream: Any = None
         if not self._on_host:
-            self.beside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> None:
         self._lock.acquire()
         if not self._on_host:
             self._queue.append(_Queued(self._mark()))
+            # An optimizer's count and a schedule are on the host: behind a dead rank they must not be a step ahead of
+            # the weights
+            self._queue[-1].began.synchronize()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -78,7 +83,7 @@ class CommitLock:
             self._queue[-1].progress = copy(self.progress)
             self._queue[-1].ended = self._mark()
             # The newest change that the GPU is done with stays: its progress is needed if the next one never ends
-            while len(self._queue) > 1 and self._queue[1].done:
+            while len(self._queue) > 1 and self._queue[0].done and self._queue[1].done:
                 before = self._queue.popleft()
                 self._pace_s = before.began.elapsed_time(self._queue[0].began) / 1000
         self._lock.release()
@@ -96,21 +101,35 @@ class CommitLock:
             return self.progress if held else None
         while not self._settled():
             time.sleep(0.01)
-        done = [change.progress for change in self._queue if change.done]
-        return done[-1] if done and self.unchanged() else None
+        self._kept = next((change for change in reversed([*self._queue]) if change.done), None)
+        return self._kept.progress if self._kept is not None and self.unchanged() else None
 
     def _settled(self) -> bool:
         """Whether the GPU is done with what was queued, or does not get on. To be asked again and again."""
+        # A copy: where a change is under way, its thread may add to the queue meanwhile
         changes, now_s = [*self._queue], time.monotonic()
-        far = sum(change.began.query() + change.done for change in changes)
-        if far != self._got_on[0]:
-            self._got_on = far, now_s
-        patience_s = min(SETTLE_S, max(QUICK_S, 2 * self._pace_s)) if self.unchanged() else SETTLE_S
-        return all(change.done for change in changes) or now_s - self._got_on[1] > patience_s
+        begun, done = sum(change.began.query() for change in changes), sum(change.done for change in changes)
+        if begun + done != self._got_on[0]:
+            self._got_on = begun + done, now_s
+        patience_s = SETTLE_S if begun > done else min(SETTLE_S, max(QUICK_S, 2 * self._pace_s))
+        return done == len(changes) or now_s - self._got_on[1] > patience_s
 
     def unchanged(self) -> bool:
-        """Whether the GPU has begun no change that it is not done with. To be asked again once all is copied."""
-        return self._on_host or not any(change.began.query() and not change.done for change in self._queue)
+        """Whether the GPU has begun no change since the one at which `stop` stands. To be asked again once all is
+        copied: a GPU that waited for a slow rank gets on, and may be done with several changes by then."""
+        begun = [change for change in [*self._queue] if change.began.query()]
+        return (begun[-1] if begun else None) is self._kept and all(change.done for change in begun)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """In the block a GPU copies what is done, and waits for nothing that is queued."""
+        if self._on_host:
+            yield
+            return
+        # A thread begins with GPU 0. To go back to its stream would take memory there, which may be full
+        torch.cuda.set_device(self.device)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _mark(self) -> torch.Event:
         event = torch.Event(self.device, enable_timing=True)
@@ -325,7 +344,7 @@ class Saving:
 
     def _files(self, position: Position) -> dict[str, Content]:
         """The files of a copy of the last commit, at which `position` stands."""
-        with self.commit_lock.beside:
+        with self.commit_lock.beside():
             nodes, tensors = tree.encode(self._own())
             if self.group.device.type == "cuda":  # else they are written as they lie: the training has stopped
                 tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
