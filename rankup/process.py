@@ -38,8 +38,8 @@ class Program:
         self._watch: Watchdog | None = None  # which reports an end itself, once the ranks have met
 
     def begin(self) -> "Program":
-        """Take over SIGTERM, SIGINT and SIGUSR1: until a job has steps to save, they end the process with code 143 and
-        one line. Set the variables that torch reads when it is imported, and make modules in the current folder
+        """Take over SIGTERM, SIGHUP, SIGINT and SIGUSR1: until a job has steps to save, they end the process with code
+        143 and one line. Set the variables that torch reads when it is imported, and make modules in the current folder
         importable."""
         if not self.stop.installed:
             self.stop.install()
