@@ -38,8 +38,8 @@ class Program:
         self._watch: Watchdog | None = None  # which reports an end itself, once the ranks have met
 
     def begin(self) -> "Program":
-        """Take over SIGTERM, SIGINT and SIGUSR1: until a job has steps to save, they end the process with code 143 and
-        one line. Set the variables that torch reads when it is imported, and make modules in the current folder
+        """Take over SIGTERM, SIGHUP, SIGINT and SIGUSR1: until a job has steps to save, they end the process with code
+        143 and one line. Set the variables that torch reads when it is imported, and make modules in the current folder
         importable."""
         if not self.stop.installed:
             self.stop.install()
@@ -124,12 +124,13 @@ class Program:
 
     def end(self, error: BaseException) -> int:
         """Print why this process ends, tell it to torchrun or our agent, and return the exit code."""
-        from rankup.agent.ends import End, tell_agent, tell_torchrun, what_next
+        from rankup.agent.ends import End, tell_torchrun, what_next
+        from rankup.agent.protocol import tell_agent
 
         tell_torchrun(error)
         code, agent = exit_code(error), getattr(self.found, "agent", None)
         if agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
-            tell_agent(agent, End(self.rank_env.rank, host_name(), code, reason(error)))
+            tell_agent(agent, End(self.rank_env.rank, host_name(), code, reason(error)).message())
         if isinstance(error, Stopped):
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):

@@ -154,7 +154,7 @@ class Attendance:
 
     def _failure(self) -> JoinError:
         who = self.me.name.replace(" on ", f" of {self.me.world_size} on ", 1)
-        return JoinError(f"{who} could not join within {self.me.left_s:g} s: {self.problem}. {HINT}")
+        return JoinError(f"{who} could not join within {self.me.left_s:g} s: {self.problem.rstrip('.')}. {HINT}")
 
     # The connection -----------------------------------------------------------------------------------------------
 

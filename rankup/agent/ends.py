@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.protocol import AgentLine
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, STOPPED, USER_MISTAKE, JoinError, PeerLost, root_cause, worth_restarting
 from rankup.places.files import read_json, write_atomically, write_json
@@ -283,14 +282,6 @@ class ScriptStatus(StatusFile):
         )
         with contextlib.suppress(OSError):
             report.write(self.run_dir)
-
-
-def tell_agent(agent: Mapping[str, Any], end: End) -> None:
-    """Say how this rank ends, which has no line to its agent. `agent`: see `AgentLine`."""
-    with contextlib.suppress(OSError):
-        line = AgentLine(agent, lambda message: None)
-        line.say("end", **end.message())
-        line.close()
 
 
 def tell_torchrun(error: BaseException) -> None:

@@ -32,7 +32,7 @@ if not __package__:
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
 from rankup.agent.processes import be_python, die_with_parent, end_of, kill_session, send_signal, state_of
-from rankup.agent.protocol import KILLED
+from rankup.agent.protocol import KILLED, tell_agent
 from rankup.errors import FAULT, FINISHED
 from rankup.timing import KILL_S, POLL_S
 
@@ -328,10 +328,10 @@ def main() -> list[str]:
 
 def say_why(code: int, why: str) -> None:
     """To the agent of this rank."""
-    from rankup.agent.ends import End, tell_agent
+    from rankup.agent.ends import End
 
     with contextlib.suppress(LookupError, ValueError):  # the script may have changed its environment
-        tell_agent(json.loads(os.environ["RANKUP_AGENT"]), End(int(os.environ["RANK"]), "", code, why))
+        tell_agent(json.loads(os.environ["RANKUP_AGENT"]), End(int(os.environ["RANK"]), "", code, why).message())
 
 
 if __name__ == "__main__":

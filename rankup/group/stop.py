@@ -1,7 +1,7 @@
 """Signals: the thread beside the loop that hears them, what they ask this rank for, and where its main thread is.
 
-SIGTERM, SIGINT and SIGUSR1 set a flag that the loop checks; they never interrupt a step. SIGUSR2 comes the same way,
-and asks for the stacks of all threads. Once the rank has a group, the same thread reads its line to the others and
+SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the loop checks; they never interrupt a step. SIGUSR2 comes the same
+way, and asks for the stacks of all threads. Once the rank has a group, the same thread reads its line to the others and
 watches the clock (`rankup.group.watchdog`). No torch: a container that is stopped while it imports torch must end at
 once, and the kernel ignores SIGTERM for a container's first process unless that has a handler.
 """
@@ -32,7 +32,7 @@ from rankup.env.rank_env import holders, ranges
 from rankup.errors import STOPPED
 from rankup.timing import PARTING_S, REPEAT_S
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TAKEN = (*STOP_SIGNALS, signal.SIGUSR2)  # which asks for the stacks
 WAKE = b"\0"  # no signal has this number
 
@@ -73,7 +73,8 @@ class StopRequest:
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Without a handler a signal would end the process and never reach the socket
         for each in TAKEN:
-            signal.signal(each, self._pass_on)
+            if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN:  # as it is under nohup
+                signal.signal(each, self._pass_on)
         os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._begin_fork)
         self._readers[self._reader.fileno()] = self._read
         threading.Thread(target=self._serve, name="watch", daemon=True).start()
@@ -141,7 +142,8 @@ class StopRequest:
                 record = self.watch.record if self.watch is not None else None
                 threading.Thread(target=dump, args=("asked", record), name="stacks", daemon=True).start()
             elif number in STOP_SIGNALS:  # SIGCHLD and others pass through the same socket
-                self._take(signal.Signals(number).name, time.monotonic())
+                name = signal.Signals(number).name
+                self._take("SIGTERM" if name == "SIGHUP" else name, time.monotonic())  # the terminal is gone
         return True
 
     def _take(self, name: str, now_s: float) -> None:

@@ -21,8 +21,6 @@ from rankup.observe.stragglers import WAITING
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
 
-SEEDS_AHEAD = 100  # so many at once: one alone, between two steps, takes ten times as long
-
 
 class Job:
     """The job as this rank sees it. `rankup.init` returns it.
@@ -46,7 +44,6 @@ class Job:
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
         self._batches: dict[int, Batches] = {}  # by the id of the loader, of this epoch and the one before
         self._begun = False
-        self._seeds: dict[int, int] = {}  # by step, of the next ones
         self._step = Step(self)
 
     @property
@@ -231,8 +228,8 @@ class Job:
         ranks enter it.
 
         `values`: scalars of this rank. Every `log_every_steps` steps their mean over the ranks goes to `metrics.jsonl`
-        and TensorBoard as `train/<name>`. Only then do the ranks exchange them and wait for the device. All ranks give
-        the same names.
+        and TensorBoard as `train/<name>`. Only then do the ranks exchange them. All ranks give the same names. A GPU
+        is waited for at the beginning of each block: what is on the host must be of the same step as the weights.
 
         At the end of the block the step is finished. Then rankup saves a copy if one is due, and seeds the random
         numbers from seed, step and rank. Raises Stopped, after a save, if the job was asked to stop. If the block
@@ -280,11 +277,8 @@ class Job:
 
     def draw_anew(self) -> None:
         """A random state of the step's, the newest batch's and the rank's own: a resumed run needs none of the past."""
-        step = self.position.step
-        if step not in self._seeds:
-            ahead = range(step, step + SEEDS_AHEAD)
-            self._seeds = {number: derive_seed(self.settings.seed, number, self.rank) for number in ahead}
-        seed_everything(self._seeds[step] + self.live.fetched, self.device)
+        seed = derive_seed(self.settings.seed, self.position.step, self.rank)
+        seed_everything(seed + self.live.fetched, self.device)
 
     def stop_here(self) -> None:
         """Raises Stopped, after a save, where all ranks stop before the next step."""

@@ -4,9 +4,9 @@ when the process has to end."""
 import contextlib
 import threading
 import time
-from collections import deque
+from collections.abc import Iterator
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -27,21 +27,6 @@ from rankup.timing import DECIDE_S
 
 # An optimizer's step takes this long at most, on a busy machine and with a large model on a CPU.
 CHANGE_S = 10.0
-# A GPU that works gets on within two of its steps, and within these bounds. One that waits for a dead rank never does.
-QUICK_S, SETTLE_S = 0.2, 2.0
-
-
-@dataclass(slots=True)
-class _Queued:
-    """A change in a GPU's queue: events at its beginning and its end, and where the run stands after it."""
-
-    began: torch.Event
-    ended: torch.Event | None = None  # until the host has queued all of it. An event that nobody recorded looks done
-    progress: Position | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.ended is not None and self.ended.query()
 
 
 class CommitLock:
@@ -55,32 +40,26 @@ class CommitLock:
         self._lock = threading.Lock()
         self.busy = False
         self._failed = False  # in the middle of a change, which so never ends
-        # GPUs only: the host queues work and goes on. It may be steps ahead of a GPU that waits for a dead rank.
-        self._queue: deque[_Queued] = deque()
-        self._pace_s, self._got_on = SETTLE_S, (-1, 0.0)  # of its steps; how far it was when it was seen to get on last
-        self._on_host = device.type != "cuda"
-        # In which a GPU copies what is done and waits for nothing that is queued. Made now: CUDA makes the first stream
-        # of a process once the queue is empty, and behind a dead rank it never is
-        self.beside: Any = contextlib.nullcontext()
-        if not self._on_host:
-            self.beside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        self._stream: Any = None  # of a GPU, for `beside`
+        if device.type == "cuda":
+            # Made now: CUDA makes a process's first stream once the queue is empty, and behind a dead rank it never is.
+            # Of the priority that few use: torch gives the 33rd who asks for one the stream of the first
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self._changed = torch.Event(device)  # the GPU is done with the newest change
 
     def __enter__(self) -> None:
+        if self._stream is not None:
+            # For the gradients. Behind a dead rank the GPU never has them: what is on the host, such as an optimizer's
+            # count, must not be a step ahead of the weights
+            torch.cuda.current_stream(self.device).synchronize()
         self._lock.acquire()
-        if not self._on_host:
-            self._queue.append(_Queued(self._mark()))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._failed = True
             return
-        if not self._on_host:
-            self._queue[-1].progress = copy(self.progress)
-            self._queue[-1].ended = self._mark()
-            # The newest change that the GPU is done with stays: its progress is needed if the next one never ends
-            while len(self._queue) > 1 and self._queue[1].done:
-                before = self._queue.popleft()
-                self._pace_s = before.began.elapsed_time(self._queue[0].began) / 1000
+        if self._stream is not None:
+            self._changed.record()
         self._lock.release()
 
     def stop(self) -> Position | None:
@@ -88,34 +67,22 @@ class CommitLock:
         under way that may end well (`busy`). From any thread."""
         until_s = time.monotonic() + CHANGE_S
         while not (held := self._lock.acquire(timeout=0.05)) and not self._failed and time.monotonic() < until_s:
-            # The thread that has it waits for the GPU, in whose queue nothing of its change has begun
-            if self._queue and not self._queue[-1].began.query() and self._settled():
-                break
+            pass
         self.busy = not held and not self._failed
-        if self._on_host:
-            return self.progress if held else None
-        while not self._settled():
+        while not (done := self._stream is None or self._changed.query()) and time.monotonic() < until_s:
             time.sleep(0.01)
-        done = [change.progress for change in self._queue if change.done]
-        return done[-1] if done and self.unchanged() else None
+        return self.progress if held and done else None
 
-    def _settled(self) -> bool:
-        """Whether the GPU is done with what was queued, or does not get on. To be asked again and again."""
-        changes, now_s = [*self._queue], time.monotonic()
-        far = sum(change.began.query() + change.done for change in changes)
-        if far != self._got_on[0]:
-            self._got_on = far, now_s
-        patience_s = min(SETTLE_S, max(QUICK_S, 2 * self._pace_s)) if self.unchanged() else SETTLE_S
-        return all(change.done for change in changes) or now_s - self._got_on[1] > patience_s
-
-    def unchanged(self) -> bool:
-        """Whether the GPU has begun no change that it is not done with. To be asked again once all is copied."""
-        return self._on_host or not any(change.began.query() and not change.done for change in self._queue)
-
-    def _mark(self) -> torch.Event:
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """In the block a GPU copies what is done, and waits for nothing that is queued."""
+        if self._stream is None:
+            yield
+            return
+        # A thread begins with GPU 0. To go back to its stream would take memory there, which may be full
+        torch.cuda.set_device(self.device)
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 WAY_OUT = "Begin anew (fresh), or give the run another name."
@@ -283,7 +250,7 @@ class Saving:
                     "no rescue by this rank: it was changing the weights. Another's counts, or the newest checkpoint"
                 )
         try:
-            if position is not None and position.step > max(0, self.run.saved_step):  # a GPU may be behind the host
+            if position is not None and position.step > max(0, self.run.saved_step):
                 make = partial(self._files, copy(position))
                 memory.write_rescue(self.run.lineage.run, position.step, self.run.mark, make)
                 return
@@ -325,10 +292,8 @@ class Saving:
 
     def _files(self, position: Position) -> dict[str, Content]:
         """The files of a copy of the last commit, at which `position` stands."""
-        with self.commit_lock.beside:
+        with self.commit_lock.beside():
             nodes, tensors = tree.encode(self._own())
             if self.group.device.type == "cuda":  # else they are written as they lie: the training has stopped
                 tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-        if not self.commit_lock.unchanged():
-            raise RuntimeError("the weights changed while they were copied")
         return {STATE: self._record(position), **tree.files_of(nodes, tensors)}

@@ -161,18 +161,25 @@ def test_script_prints_and_ends_as_in_a_fresh_interpreter(text: str, rig: Rig, t
 
 
 FACTS = """
-import builtins, gc, json, os, random, signal, sys, threading, warnings
-import numpy, torch, torch._dynamo
+import builtins, json, os, sys
 main = sys.modules["__main__"]
 spec = getattr(main, "__spec__", "none")
 assert main.__dict__ is globals()
+print(json.dumps({
+    "path": sys.path, "argv": sys.argv, "orig_argv": sys.orig_argv, "cwd": os.getcwd(),
+    "name": __name__, "file": __file__, "spec": spec and spec.name, "package": __package__, "cached": __cached__,
+    "loader": type(__loader__).__name__, "builtins": __builtins__ is builtins,
+    "names": sorted(name for name in globals() if name.startswith("__")),
+}))
+"""
+# Of the process: the same however the script is named, and a fresh interpreter has to import torch for them
+OF_PROCESS = """
+import gc, json, os, random, signal, sys, threading, warnings
+import numpy, torch, torch._dynamo
 matrix = torch.arange(300 * 300, dtype=torch.float32).reshape(300, 300).sin()
 array = matrix.numpy()
 print(json.dumps({
-    "environment": dict(os.environ), "path": sys.path, "argv": sys.argv, "orig_argv": sys.orig_argv,
-    "name": __name__, "file": __file__, "spec": spec and spec.name, "package": __package__, "cached": __cached__,
-    "loader": type(__loader__).__name__, "builtins": __builtins__ is builtins, "cwd": os.getcwd(),
-    "names": sorted(name for name in globals() if name.startswith("__")),
+    "environment": dict(os.environ), "path": sys.path,
     "threads": [torch.get_num_threads(), torch.get_num_interop_threads(), threading.active_count()],
     "sums": [(matrix @ matrix).double().sum().item(), matrix.sum().item(), float((array @ array).sum())],
     "warnings": [str(entry) for entry in warnings.filters], "gc": [gc.isenabled(), *gc.get_threshold()],
@@ -197,6 +204,11 @@ def test_forked_script_finds_what_a_fresh_one_finds(how: str, rig: Rig, tmp_path
     expected = fresh(argv, env={**rig.env, "MINE": "1"}, cwd=tmp_path).facts
     assert forked == {**expected, "orig_argv": forked["orig_argv"]}
     assert forked["orig_argv"][1:] == argv
+
+
+def test_forked_process_is_as_a_fresh_one(rig: Rig, tmp_path: Path) -> None:
+    file, env = script(tmp_path, OF_PROCESS), {"MINE": "1"}
+    assert rig.ran([file], env=env).facts == fresh([file], env={**rig.env, **env}, cwd=ROOT).facts
 
 
 def test_each_fork_has_random_numbers_of_its_own(rig: Rig, tmp_path: Path) -> None:

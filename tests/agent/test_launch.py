@@ -64,9 +64,13 @@ def add_node(
     env: dict[str, str] | None = None,
 ) -> None:
     folder.mkdir(exist_ok=True)
-    line = ("-m", "rankup", "launch", f"--nnodes={num_nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1",
-            f"--master-port={port}", f"--run-dir={folder}/runs", *options)
-    start(sys.executable, *line, write(folder, text), env=env, job=job)
+    line = node_line(folder, node=node, num_nodes=num_nodes, port=port)
+    start(sys.executable, "-m", "rankup", "launch", *line, *options, write(folder, text), env=env, job=job)
+
+
+def node_line(folder: Path, *, node: int, num_nodes: int, port: int) -> tuple[str, ...]:
+    return (f"--nnodes={num_nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}",
+            f"--run-dir={folder}/runs")
 
 
 def pid_of(folder: Path, rank: int, restart: int = 0, name: str = "here") -> int:
@@ -226,10 +230,10 @@ def hang_from_the_first_report_on() -> None:
      "RuntimeError: the script ended without job.finish(): no --data"),
     ("import rankup", "SystemExit: no --data"),  # before there is a run
 ])
-def test_text_of_sys_exit_is_named_as_the_cause(begin: str, cause: str, tmp_path: Path) -> None:
-    with ended(launch(tmp_path, f"{begin}\nsys.exit('no --data')", nproc=1)) as job:
-        assert job.wait() == [1], job.output
-    assert f"ended with 1 ({cause}) (exit code 1)" in job.output
+def test_text_of_sys_exit_is_named_as_the_cause(begin: str, cause: str, forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, f"{begin}\nsys.exit('no --data')")
+    output = forks.ends("launch", f"--run-dir={tmp_path}/runs", script, code=1)
+    assert f"ended with 1 ({cause}) (exit code 1)" in output
     if begin == "import rankup":
         return
     assert cause in status(tmp_path)["why"]
@@ -295,11 +299,14 @@ def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> No
     assert [each.rank for each in diagnose_files([tmp_path / "runs/job"])] == [1]
 
 
-def test_forked_ranks_are_started_anew_where_their_server_is_killed_and_end_with_their_agent(tmp_path: Path) -> None:
-    """And with them what they have started, the server and the store."""
+def test_forked_ranks_are_started_anew_where_their_server_is_killed_and_end_with_their_agent(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """And with them what they have started, the server and the store. The second server is a fresh interpreter."""
     text = "import rankup, subprocess\nif restart == 0:\n    child = subprocess.Popen(['sleep', '600'])\n"
     text += "    (folder / f'child-{rank}-0').write_text(str(child.pid))\n"
-    with ended(launch(tmp_path, text + WAITS)) as job:
+    script = write(tmp_path, text + WAITS)
+    with forks.running("launch", "--nproc=2", f"--run-dir={tmp_path}/runs", script) as job:
         pids = [pid_of(tmp_path, rank, name=name) for name in ("here", "child") for rank in TWO]
         psutil.Process(pids[0]).parent().kill()
         for rank in TWO:
@@ -307,7 +314,7 @@ def test_forked_ranks_are_started_anew_where_their_server_is_killed_and_end_with
         assert not any(map(lives, pids))
         left = psutil.Process(job.processes[0].pid).children(recursive=True)
         assert len(left) == 4, left
-        job.processes[0].kill()
+        job.processes[0].signal("SIGKILL")
         wait_for("the end of all", lambda: not any(lives(each.pid) for each in left))
         assert job.wait() == [-signal.SIGKILL]
     assert "the process that forks the ranks was killed" in job.output
@@ -434,11 +441,14 @@ def test_lost_rank_of_one_node_restarts_those_of_all(tmp_path: Path) -> None:
         assert re.search(r"rank 1 on \S+ ended with 137 \(SIGKILL.*restarted \(1 of 3", output), job.output
 
 
-def test_mistake_of_a_rank_that_has_met_nobody_is_named_on_each_node(tmp_path: Path) -> None:
-    with ended(nodes(tmp_path, "import rankup\nif rank: rankup.init(__file__)\nwait_for('never')\n")) as job:
-        assert job.wait() == [2, 2], job.output
-    for output in job.outputs:
-        assert re.search(r"rank 1 on \S+ ended with 2 \(run_dir: \S+/job.py/logs must be writable", output), job.output
+def test_mistake_of_a_rank_that_has_met_nobody_is_named_on_each_node(forks: Forks, tmp_path: Path) -> None:
+    port, script = free_port(), write(tmp_path, "import rankup\nif rank: rankup.init(__file__)\nwait_for('never')\n")
+    jobs = [forks.start("launch", *node_line(tmp_path / f"node{node}", node=node, num_nodes=2, port=port), script)
+            for node in TWO]
+    assert [job.wait() for job in jobs] == [[2], [2]], "\n".join(job.output for job in jobs)
+    for job in jobs:
+        said = r"rank 1 on \S+ ended with 2 \(run_dir: \S+/job.py/logs must be writable"
+        assert re.search(said, job.output), job.output
 
 
 def test_stop_of_another_node_is_not_this_nodes_own_first_signal(tmp_path: Path) -> None:

@@ -5,15 +5,14 @@ tests/agent/test_launch.py.
 """
 
 import signal
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.rigs.foreign_scripts import WARN, Once, again_if_aborted, expected, result_of, words
+from tests.rigs.foreign_scripts import BE_SCRIPT, WARN, Once, again_if_aborted, expected, result_of, words
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ended, environ_of, free_port, start
+from tests.rigs.jobs import environ_of, free_port
 
 
 @again_if_aborted
@@ -21,13 +20,12 @@ def test_foreign_script_under_torchrun_comes_to_the_weights_that_the_others_are_
     once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
     line = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
-    with ended(start(sys.executable, *line, *words("before_ddp", tmp_path), env=WARN, cwd=tmp_path)) as job:
-        assert job.wait() == [0], job.output
-    assert result_of(job.output) == expected("before_ddp", once, loaded, tmp_path)
+    output = loaded.ends(*line, *words("before_ddp", tmp_path), preload=BE_SCRIPT, env=WARN, cwds=[tmp_path])
+    assert result_of(output) == expected("before_ddp", once, loaded, tmp_path)
 
 
 # On two nodes, in tests/launchers/: ddp_local_rank, and Lightning under Slurm
-@pytest.mark.parametrize(("name", "workers"), [("before_ddp", 2), ("bert_trainer", 2), ("imagenet", 4)])
+@pytest.mark.parametrize(("name", "workers"), [("bert_trainer", 2), ("imagenet", 4)])
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     name: str, workers: int, once: Once, loaded: Forks, tmp_path: Path

@@ -100,6 +100,7 @@ def test_signal_in_training_saves_that_step(forks: Forks, undisturbed: dict[int,
     # To the process group, by a worker once the loop waits: it gets it first, and sleeps longer than any test waits
     ("data", 6, {"signal": "SIGTERM", "to": "group", "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
     ("data", 6, {"signal": "SIGUSR1", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
+    ("data", 6, {"signal": "SIGHUP", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
     # Workers may be there before the eighth step ends
     ("eval_data", 2, {"signal": "SIGUSR1", "to": "group", "lines": 8, "sleep_s": 600}, 8, 8),
 ])

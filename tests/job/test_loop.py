@@ -8,7 +8,6 @@ another digest. The kill at the end of an epoch alone shows the fixed order of D
 import json
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -19,16 +18,12 @@ from rankup import cli
 from rankup.observe import stacks
 from rankup.observe.status import look
 from tests.promises.test_examples import STRUCK, Once
+from tests.rigs.foreign_scripts import BE_SCRIPT, WARN
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import metrics, start
+from tests.rigs.jobs import metrics
 
 SCRIPT = Path(__file__).with_name("loop_script.py")
 RANKS = 3
-BY = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"],
-    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(RANKS),
-               sys.executable],
-}
 
 
 def by_hand(forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, die: str = "", **env: str) -> str:
@@ -76,16 +71,14 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
     assert [logs["rank-0.log"].count(line) for line in (f" r0 digest {undisturbed}\n", " finished after ")] == [1, 1]
 
 
-@pytest.mark.parametrize("launcher", BY)
-def test_stopped_job_goes_on_with_the_same_bits_under_another_launcher(
-    undisturbed: str, forks: Forks, tmp_path: Path, launcher: str
-) -> None:
+def test_stopped_job_goes_on_with_the_same_bits_under_torchrun(undisturbed: str, forks: Forks, tmp_path: Path) -> None:
+    """Under mpirun: tests/parallel/test_methods_kills.py."""
     output = by_hand(forks, tmp_path, code=143, die=f"0:5:{int(signal.SIGTERM)}")
     assert "The same command goes on from it" in output
-    again = start(*BY[launcher], SCRIPT, tmp_path / "run", env={"PYTHONWARNINGS": "default"}, cwd=tmp_path)
-    assert again.wait() == [0], again.output
-    assert "resumed from step-" in again.output
-    assert said(again.output) == undisturbed
+    line = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", SCRIPT, tmp_path / "run")
+    again = forks.ends(*line, env=WARN, cwds=[tmp_path], preload=BE_SCRIPT)
+    assert "resumed from step-" in again
+    assert said(again) == undisturbed
 
 
 def test_job_goes_on_with_more_ranks_and_differs_by_the_order_of_sums_alone(forks: Forks, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The state of a finished step can be saved at any moment but in the middle of a change."""
 
 import contextlib
+import itertools
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,103 +41,101 @@ def test_change_that_never_ended_leaves_nothing_to_save(monkeypatch: pytest.Monk
     assert guard.stop() is None
 
 
-# On a GPU the host runs ahead: what counts is what the device has done ------------------------------------------
+# On a GPU, whose queue is made up here --------------------------------------------------------------------------------
 
 
-class Stream:
-    """A GPU's queue without a GPU: `done` pieces of what was queued are done."""
+class Queue:
+    """It is done with all but the newest change where `behind`; who waits for all of it waits for `empty`."""
 
-    queued, done, works = 0, 0.0, 0.0
-
-
-class Event:
-    def __init__(self, device: torch.device, enable_timing: bool) -> None:
-        self.place = 0
+    def __init__(self) -> None:
+        self.behind, self.empty = False, threading.Event()
+        self.empty.set()
 
     def record(self) -> None:
-        Stream.queued += 1
-        self.place = Stream.queued
+        pass
 
     def query(self) -> bool:
-        Stream.done += Stream.works
-        return self.place <= Stream.done  # as torch's: one that was not recorded is done
+        return not self.behind
 
-    def elapsed_time(self, later: "Event") -> float:
-        return 1.0
+    def synchronize(self) -> None:
+        self.empty.wait()
 
 
 @pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
-    monkeypatch.setattr(saving.torch, "Event", Event)
-    monkeypatch.setattr(saving.torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(saving.torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(saving, "QUICK_S", 0.1)
-    monkeypatch.setattr(saving, "SETTLE_S", 0.1)
-    monkeypatch.setattr(saving, "CHANGE_S", 0.1)
-    monkeypatch.setattr(Stream, "queued", 0)
-    monkeypatch.setattr(Stream, "done", 0)
-    monkeypatch.setattr(Stream, "works", 0.0)
-    return Stream
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    made = Queue()
+    monkeypatch.setattr(saving.torch, "Event", lambda device: made)
+    monkeypatch.setattr(saving.torch.cuda, "current_stream", lambda device: made)
+    # torch has 32 streams of each priority, and gives them out in turn
+    numbers = {priority: itertools.cycle(range(32)) for priority in (0, -1)}
+    monkeypatch.setattr(saving.torch.cuda, "Stream", lambda device, priority=0: (priority, next(numbers[priority])))
+    return made
 
 
-@pytest.mark.parametrize(("changes", "inside", "done", "step"), [
-    (3, False, 6, 3), (3, False, 4, 2), (3, False, 2, 1), (3, False, 0, None),
-    (3, False, 5, None), (3, False, 3, None),  # in the middle of a change
-    # The host waits for the GPU in a change, as fp16's scaler does: until the GPU begins it, it can be rescued
-    (2, True, 4, 2), (2, True, 5, None),
-])
-def test_the_last_step_that_the_gpu_has_done_counts(
-    queue: type[Stream], changes: int, inside: bool, done: int, step: int | None
-) -> None:
-    guard = CommitLock(Position(), torch.device("cuda"))
-    for _ in range(changes):  # each queues its beginning and its end
-        with guard:
-            guard.progress.step += 1
-    if inside:
-        guard.__enter__()
-    queue.done = done
-    stopped = guard.stop()
-    assert (None if stopped is None else stopped.step) == step
-    queue.done += 1  # it goes on while its weights are copied
-    assert step in (None, 3) or not guard.unchanged()
-
-
-def test_gpu_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch, queue: type[Stream]) -> None:
-    monkeypatch.setattr(saving, "QUICK_S", 0.0)
-    monkeypatch.setattr(saving, "SETTLE_S", 0.0)
-    guard = CommitLock(Position(), torch.device("cuda"))
-    for _ in range(9):
-        with guard:
-            guard.progress.step += 1
-    queue.works = 0.05  # pieces, each time somebody asks
-    stopped = guard.stop()
-    assert stopped is not None
-    assert stopped.step == 9
-
-
-def test_thread_that_waits_for_the_gpu_in_a_change_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, queue: type[Stream]
-) -> None:
+def test_host_that_waits_for_the_gpu_has_not_begun_the_change(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
+    """As behind a dead rank: what is on the host stays at the step of the weights, and nobody waits for the thread."""
     monkeypatch.setattr(saving, "CHANGE_S", 3600.0)
     guard = CommitLock(Position(), torch.device("cuda"))
-    for _ in range(2):
+
+    def change() -> None:
         with guard:
             guard.progress.step += 1
-    guard.__enter__()
-    queue.done = 4
+
+    step = threading.Thread(target=change, daemon=True)  # it waits for the lock for ever
+    with guard:
+        guard.progress.step = 1
+    queue.empty.clear()
+    step.start()
     stopped = guard.stop()
     assert stopped is not None
-    assert stopped.step == 2
-    assert not guard._lock.acquire(blocking=False)
+    assert stopped.step == 1
+    queue.empty.set()
+    step.join(0.2)
+    assert step.is_alive()
+    assert stopped.step == 1
 
 
-def test_changes_that_are_done_are_forgotten(queue: type[Stream]) -> None:
+@pytest.mark.parametrize("ever", [True, False])
+def test_change_that_the_gpu_is_not_done_with_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue, ever: bool
+) -> None:
+    monkeypatch.setattr(saving, "CHANGE_S", 3600.0 if ever else 0.1)
     guard = CommitLock(Position(), torch.device("cuda"))
-    for _ in range(50):
-        with guard:
-            guard.progress.step += 1
-        queue.done = max(0, queue.queued - 4)
-    assert len(guard._queue) <= 4
+    with guard:
+        guard.progress.step = 1
+    queue.behind = True
+    if ever:
+        threading.Timer(0.1, setattr, (queue, "behind", False)).start()
+    stopped = guard.stop()
+    assert (stopped and stopped.step) == (1 if ever else None)
+    assert queue.behind == (not ever)
+
+
+def test_stream_of_a_rescue_is_nobody_elses_and_its_thread_uses_no_other_gpu(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue
+) -> None:
+    here, seen = threading.local(), list[tuple[object, object]]()  # CUDA has a current device for each thread
+
+    @contextlib.contextmanager
+    def stream(stream: object) -> Iterator[None]:
+        seen.append((getattr(here, "device", "cuda:0"), stream))
+        yield
+
+    monkeypatch.setattr(saving.torch.cuda, "set_device", lambda device: setattr(here, "device", str(device)))
+    monkeypatch.setattr(saving.torch.cuda, "stream", stream)
+    guard = CommitLock(Position(), torch.device("cuda:1"))
+    others = [saving.torch.cuda.Stream(guard.device) for _ in range(40)]  # type: ignore[no-untyped-call]
+
+    def rescue() -> None:
+        with guard.beside():
+            pass
+
+    thread = threading.Thread(target=rescue)
+    thread.start()
+    thread.join()
+    [(device, used)] = seen
+    assert device == "cuda:1"
+    assert used not in others
 
 
 @pytest.fixture
@@ -160,18 +160,17 @@ def test_work_that_is_queued_behind_a_hang_does_not_count(
     monkeypatch: pytest.MonkeyPatch, gpu: torch.device, inside: bool
 ) -> None:
     """Nor does a change that began on the GPU before the hang and did not end: it leaves nothing to save."""
-    monkeypatch.setattr(saving, "SETTLE_S", 0.3)
+    monkeypatch.setattr(saving, "CHANGE_S", 0.3)
     guard, weights = CommitLock(Position(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)
     step(guard, weights)
     with guard if inside else contextlib.nullcontext():
         hang()
-    step(guard, weights)
+    threading.Thread(target=step, args=(guard, weights), daemon=True).start()
     stopped = guard.stop()
     assert (None if stopped is None else stopped.step) == (None if inside else 2)
-    assert guard.progress.step == 3
+    assert guard.progress.step == 2
     if not inside:
-        with guard.beside:
+        with guard.beside():
             assert weights.cpu().tolist() == [2.0] * 3
-        assert guard.unchanged()
     torch.cuda.synchronize()

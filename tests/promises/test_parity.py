@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.foreign_scripts import BE_SCRIPT, WARN
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, Job, ended, free_port, rank_env, result, start
+from tests.rigs.fork_server import Job as ForkedJob
+from tests.rigs.jobs import MAIN, Job, free_port, rank_env, result, start
 
 # The weights of two ranks, with all that draws random numbers
 LINE = ("train", "--dataset", "digits", "--model", "cnn", "--augment", "--dropout", "0.2", "--epochs", "1", "--seed",
@@ -41,31 +43,35 @@ def test_setting_that_should_not_change_the_weights_does_not(
     assert result(run(forks, tmp_path, 2, *LINE, *arguments))["digest"] == reference
 
 
-def by_hand(*arguments: str) -> Job:
+def by_hand(_: Forks, *arguments: str) -> Job:
     """The five variables in two terminals, in which OMP_NUM_THREADS is not set and 2."""
     job, port = Job(), free_port()
     start("env", "-u", "OMP_NUM_THREADS", sys.executable, MAIN, *arguments, env=rank_env(0, 2, port), job=job)
     return start(sys.executable, MAIN, *arguments, env=rank_env(1, 2, port, OMP_NUM_THREADS="2"), job=job)
 
 
-def by_fresh(*arguments: str) -> Job:
+def by_fresh(_: Forks, *arguments: str) -> Job:
     return start(sys.executable, "-m", "train.main", "launch", "--no-fork", "--nproc=2", MAIN, *arguments)
 
 
-def by_two_agents_of_old(*arguments: str) -> Job:
+def by_two_agents_of_old(forks: Forks, *arguments: str) -> ForkedJob:
     """PyTorch's older launcher is torchrun that puts --local-rank=N before everything else."""
-    job, port = Job(), free_port()
-    for node in ("1", "0"):
-        start(sys.executable, "-m", "torch.distributed.launch", "--nnodes", "2", "--nproc-per-node", "1",
-              "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "train.main",
-              *arguments, env={"PYTHONWARNINGS": ""}, job=job)
-    return job
+    line = ("-m", "torch.distributed.launch", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1",
+            f"--master-port={free_port()}")
+    return ForkedJob([process for node in (1, 0) for process in forks.start(
+        *line, f"--node-rank={node}", "-m", "train.main", *arguments, preload=BE_SCRIPT, env=WARN,
+    ).processes])
 
 
 @pytest.mark.parametrize("launcher", [by_fresh, by_hand, by_two_agents_of_old], ids=lambda f: f.__name__)
-def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Callable[..., Job]) -> None:
-    with ended(launcher(*LINE, "--run-dir", str(tmp_path))) as job:
+def test_launcher_changes_no_bit(
+    forks: Forks, reference: str, tmp_path: Path, launcher: Callable[..., Job | ForkedJob]
+) -> None:
+    job = launcher(forks, *LINE, "--run-dir", str(tmp_path))
+    try:
         assert set(job.wait()) == {0}, job.output
+    finally:
+        job.kill()
     assert result(tmp_path / "run")["digest"] == reference
     assert result(tmp_path / "run")["world_size"] == 2
 

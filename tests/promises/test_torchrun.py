@@ -13,11 +13,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from rankup.agent.ends import tell_torchrun
 from rankup.errors import PeerLost
+from tests.rigs.foreign_scripts import BE_SCRIPT, WARN
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import (
     MAIN,
-    ROOT,
-    Job,
     comparable_metrics,
     ended,
     environ_of,
@@ -29,35 +28,27 @@ from tests.rigs.jobs import (
     wait_for,
 )
 
-PATH = str(ROOT)
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2")
 SETTINGS = ("--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=9", "--log-every-steps=1",
             "--save-every-steps=2", "--tensorboard=false", "--num-workers=1", "--join-timeout-s=60")
 
 
-def torchrun(
-    run: Path, *more: str, options: tuple[str, ...] = (), order: dict[str, object] | None = None, mark: str = "",
-    mpirun: bool = False,
-) -> Job:
-    """Two ranks under torchrun, or `mpirun`; `order` is for tests/rigs/faulting_workload.py."""
-    env = {"PYTHONPATH": PATH, "PYTHONWARNINGS": "", "JOB_UNDER_TEST": mark}  # torchrun itself may warn
-    env |= {"PROBE": json.dumps(order)} if order else {}
+def torchrun(forks: Forks, run: Path, *options: str, code: int = 0, **order: object) -> str:
+    """Two ranks under torchrun to its end: the output. `order` is for tests/rigs/faulting_workload.py."""
     command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *options)
-    own = (sys.executable, *command) if not mpirun else (*MPIRUN, sys.executable)
-    settings = (*SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}", *more)
-    return start(*own, MAIN, "train", *settings, env=env)
+    line = (*command, MAIN, "train", *SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}")
+    return forks.ends(*line, preload=BE_SCRIPT, env={**WARN, "PROBE": json.dumps(order)}, code=code)
 
 
 def family(mark: str) -> list[psutil.Process]:
     return [p for p in psutil.process_iter() if environ_of(p.pid).get("JOB_UNDER_TEST") == mark and lives(p.pid)]
 
 
-def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Path) -> None:
+def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(forks: Forks, tmp_path: Path) -> None:
     """Not "error_file: <N/A>", and not the text of a rank that only lost the other."""
-    with ended(torchrun(tmp_path / "run", order={"where": "loss", "call": 5, "rank": 1, "raise": "ValueError"})) as job:
-        assert job.wait() == [1], job.output
-    _, _, summary = job.output.partition("Root Cause")
-    assert "ValueError: probe" in summary, job.output
+    output = torchrun(forks, tmp_path / "run", code=1, **{"where": "loss", "call": 5, "rank": 1, "raise": "ValueError"})
+    _, _, summary = output.partition("Root Cause")
+    assert "ValueError: probe" in summary, output
     assert "in probe" in summary  # its traceback
 
 
@@ -90,11 +81,9 @@ def test_torchruns_restart_goes_on_from_the_last_finished_step(forks: Forks, tmp
     forks.ends("train", *SETTINGS, f"--run-dir={tmp_path}", "--name=undisturbed", world_size=2)
     run = tmp_path / "run"
     # Of one incarnation: the next one has fewer steps to do
-    order = {"where": "loss", "call": 8, "rank": 1, "signal": "SIGKILL"}
-    with ended(torchrun(run, options=("--max-restarts=1",), order=order)) as job:
-        assert job.wait() == [0], job.output
-    assert "resumed from step 5, rescued by rank 0 on " in job.output
-    assert "no finished step was lost" in job.output
+    output = torchrun(forks, run, "--max-restarts=1", where="loss", call=8, rank=1, signal="SIGKILL")
+    assert "resumed from step 5, rescued by rank 0 on " in output
+    assert "no finished step was lost" in output
     assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
     assert comparable_metrics(run) == comparable_metrics(tmp_path / "undisturbed")
 
@@ -104,7 +93,10 @@ def test_nothing_is_left_when_the_launcher_dies_of_a_signal(tmp_path: Path, mpir
     if mpirun and shutil.which("mpirun") is None:
         pytest.skip("no mpirun here: apt install openmpi-bin")
     run, mark = tmp_path / "run", str(tmp_path)
-    with ended(torchrun(run, "--max-steps=1000000", mark=mark, mpirun=mpirun)) as job:
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    line = (*((*MPIRUN, sys.executable) if mpirun else command), MAIN, "train", *SETTINGS, "--max-steps=1000000")
+    env = {"PYTHONWARNINGS": "", "JOB_UNDER_TEST": mark}  # torchrun itself may warn
+    with ended(start(*line, f"--run-dir={tmp_path}", "--name=run", env=env)) as job:
         wait_for("a checkpoint", lambda: any((run / "checkpoints").glob("step-*")), process=job.processes[0])
         assert len(family(mark)) >= 5  # the launcher, two ranks, a DataLoader worker for each
         # torchrun does not handle it, and dies of it as of a SIGKILL; mpirun passes it on

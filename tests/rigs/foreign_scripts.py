@@ -16,11 +16,13 @@ from tests.rigs.jobs import ROOT
 Result = TypeVar("Result")
 Once = Callable[[str, Callable[[], str]], str]  # the fixture `once`
 FOLDER = ROOT / "tests" / "rigs" / "foreign"
-# Libraries and launchers give warnings of their own
-WARN = {"PYTHONWARNINGS": "default"}
+# Libraries and launchers give warnings of their own. The folder has a sitecustomize.py too
+WARN = {"PYTHONWARNINGS": "default", "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"}
 # torch 2.14.1: 6 of about 80 jobs on a busy machine aborted so at their very end, with a group of gloo's, after
 # destroy_process_group too, and under torchrun alone as well. That is neither the script's fault nor that of `run`
 ABORTED = "terminate called without an active exception"
+# The preload of a forked process that is then `python WORDS`, such as a script, or torchrun, whose ranks start afresh
+BE_SCRIPT = f"{__name__}:be_script"
 RESULT = re.compile(r"Result: (world size \d+, weights [0-9a-f]{16})")
 
 
@@ -76,10 +78,10 @@ def expected(name: str, once: Once, forks: Forks, folder: Path, *, nproc: int = 
 def by_forks(forks: Forks, *script: str, folder: Path, nproc: int) -> str:
     """What a script prints in such processes."""
     env = {**WARN, "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "none"}
-    return forks.ends(*script, world_size=nproc, cwds=[folder] * nproc, preload=f"{__name__}:be_script", env=env)
+    return forks.ends(*script, world_size=nproc, cwds=[folder] * nproc, preload=BE_SCRIPT, env=env)
 
 
 def be_script() -> NoReturn:
-    """The preload of a forked process, which is then `python WORDS`, where {rank} is its local rank."""
+    """See BE_SCRIPT. {rank} in WORDS is the local rank."""
     warnings.simplefilter("default")
     be_python([word.replace("{rank}", os.environ.get("LOCAL_RANK", "")) for word in sys.argv[1:]])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.rigs.foreign_scripts import WARN
 from tests.rigs.jobs import ended, start, wait_for
 
 # The form of W&B's files is that of LevelDB's log: its Python package can write them only
@@ -37,7 +38,7 @@ class Server:
         ]
         more = {"_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{self.folder}/mlflow.db",
                 "_MLFLOW_SERVER_ARTIFACT_ROOT": str(self.folder / "artifacts"),
-                "MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONWARNINGS": "ignore"}
+                "MLFLOW_DISABLE_TELEMETRY": "true", **WARN, "PYTHONWARNINGS": "ignore"}
         with ended(start(*command, env=more)) as job:
             wait_for("its answer", self._answers, process=job.processes[0])
             yield self
