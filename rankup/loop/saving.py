@@ -32,11 +32,11 @@ CHANGE_S = 10.0
 class CommitLock:
     """`with commit_lock:` around everything that makes a finished step out of the one before, `progress` included.
 
-    A block that fails never ends the change: what it leaves is the state of no step.
+    A block that fails never ends the change: what it leaves is the state of no step. `alone`: there is no other rank.
     """
 
-    def __init__(self, progress: Position, device: torch.device) -> None:
-        self.progress, self.device = progress, device
+    def __init__(self, progress: Position, device: torch.device, *, alone: bool = False) -> None:
+        self.progress, self.device, self._alone = progress, device, alone
         self._lock = threading.Lock()
         self.busy = False
         self._failed = False  # in the middle of a change, which so never ends
@@ -48,7 +48,7 @@ class CommitLock:
             self._changed = torch.Event(device)  # the GPU is done with the newest change
 
     def __enter__(self) -> None:
-        if self._stream is not None:
+        if self._stream is not None and not self._alone:
             # For the gradients. Behind a dead rank the GPU never has them: what is on the host, such as an optimizer's
             # count, must not be a step ahead of the weights
             torch.cuda.current_stream(self.device).synchronize()
@@ -102,7 +102,7 @@ class Saving:
     ) -> None:
         self.group, self.run, self.tracked, self.position = group, run, tracked, position
         self.figures, self.agreement, self.settings = figures, agreement, settings
-        self.commit_lock = CommitLock(position, group.device)
+        self.commit_lock = CommitLock(position, group.device, alone=group.world_size == 1)
         self.about: dict[str, Any] = {}
         self.loader_states: list[Any] = []
         self._place = f"{group.rank} of {group.world_size}"

@@ -57,17 +57,15 @@ def discard(path: Path, *, check: Check | None = None) -> None:
     """Remove a file, a copy or what is to become one. `check`: as in `staged`; its error is all that this raises."""
     # Renamed first: a folder that is half removed must not look like a copy, and nobody may give its name to it
     doomed = aside = path.with_name(f"{STAGING}{secrets.token_hex(4)}-old")
-    try:
-        with suppress(OSError):
-            if check:  # into a folder, which the next owner removes: whoever wakes up after the look moves nothing
-                aside.mkdir()
-                check()
-                doomed = aside / path.name
-            path.rename(doomed)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        with suppress(OSError):
-            aside.unlink()
+    with suppress(OSError):
+        if check:  # into a folder, which the next owner removes: whoever wakes up after the look moves nothing
+            aside.mkdir()
+            check()
+            doomed = aside / path.name
+        path.rename(doomed)
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):
+        aside.unlink()
 
 
 def write_atomically(path: Path, content: str, *, check: Check | None = None) -> None:

@@ -56,8 +56,7 @@ def distinct(found: Iterable[Candidate], world_size: int) -> list[Candidate]:
 
 
 def in_order(
-    candidates: Iterable[Candidate], known: Lineage | None, wanted: Callable[[Lineage], bool], group: Group,
-    folder: Path,
+    candidates: Iterable[Candidate], known: Lineage | None, wanted: Callable[[Lineage], bool], group: Group
 ) -> Iterator[tuple[Lineage | None, Candidate]]:
     """The copies in the order in which to try them, with the line that each is on: the newest on the line that knows
     most, then what else rank 0 has, then lines that know less. `known`: rank 0's line. Raises UserError where rank 0
@@ -81,7 +80,7 @@ def in_order(
     if len(first) > 1:
         named = " and ".join(f"{one.where} on {group.hosts[one.rank]} (rank {one.rank})" for one in first.values())
         raise UserError(
-            f"run_dir: {folder} must hold a run, or other nodes copies of one run, got nothing there and copies "
+            f"run_dir: {group.run_dir} must hold a run, or other nodes copies of one run, got nothing there and copies "
             f"of {len(first)} runs: {named}. Move away what you don't want, or set --fresh to start anew.",
             printed_elsewhere=not group.is_rank0,
         )
@@ -130,11 +129,6 @@ def put_aside_others(folder: Path, run: str) -> None:
     for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:
         with contextlib.suppress(OSError):  # another rank of this node has done it
             other.rename(f"{before(folder)}-{SECOND}-{other.name}")
-
-
-def may_take(options: Options, group: Group) -> Callable[[Lineage], bool]:
-    """Which runs this attempt may go on with: where it begins anew, only what its own launch began anew before."""
-    return lambda other: not options.fresh or of_this_job(other, group)
 
 
 def of_this_job(other: Lineage, group: Group) -> bool:

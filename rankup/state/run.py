@@ -78,7 +78,6 @@ class Run:
         """Own the folder and the other places, on rank 0. Returns the run there, or one that begins, and the token of
         the lease. Raises UserError and PeerLost."""
         group, options, folder = self.group, self.options, self.folder / "checkpoints"
-        may = choice.may_take(options, group)
         agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
         self.owner = lease = Lease(self.folder, group.attempt, agreed=agreed)
         with disk_errors("run_dir", self.folder):
@@ -87,19 +86,23 @@ class Run:
             remove_unfinished(folder)
             begun = Lineage.read(self.folder)
             # To start anew must not lose anything
-            anew = options.fresh and not (begun and may(begun))
+            anew = options.fresh and not (begun and self._may_take(begun))
             if anew and (aside := put_aside(self.folder, check=lease.check)):
                 group.log.info(f"--fresh: the earlier run was moved to {aside}")
             for kind, url in {STORE: options.store, MIRROR: options.mirror}.items():
                 if url:
                     place = SecondPlace(url, self.folder, lease, group.log, options, required=kind == STORE)
                     self.places[kind] = place
-                    self._found += [[kind, *one] for one in place.adopt(stack, wanted=may)]
+                    self._found += [[kind, *one] for one in place.adopt(stack, wanted=self._may_take)]
                     if place.required:
                         self.owner = place.lease
             line = Lineage.read(self.folder) or Lineage.new(group.attempt, group.launch.start)
             self._found += choice.found_in(folder)
         return line.values(), lease.token
+
+    def _may_take(self, other: Lineage) -> bool:
+        """Whether to go on with that run: who begins anew does so only with what its own launch began anew before."""
+        return not self.options.fresh or choice.of_this_job(other, self.group)
 
     def _choose(self) -> None:
         """Find the newest state that any rank can reach. All ranks call this.
@@ -118,7 +121,7 @@ class Run:
         passed = set[str]()
 
         def copies_in_order() -> Iterator[tuple[str, Callable[[], Copy]]]:
-            for line, one in choice.in_order(candidates, known, choice.may_take(options, group), group, folder):
+            for line, one in choice.in_order(candidates, known, self._may_take, group):
                 passed.add(one.where)
                 yield one.words, partial(self._go_on_from, one, line)
 
@@ -189,7 +192,6 @@ class Run:
         self.lineage.go_on(self.mark, step=step, writer=writer)
 
         def write() -> None:
-            self.owner.check()  # the set-up takes long enough to be frozen in, and replaced
             with disk_errors(FILE, self.folder, self.owner.check):
                 self.lineage.write(self.folder, check=self.owner.check)
             open_files()

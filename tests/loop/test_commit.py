@@ -95,6 +95,16 @@ def test_host_that_waits_for_the_gpu_has_not_begun_the_change(monkeypatch: pytes
     assert stopped.step == 1
 
 
+def test_process_alone_does_not_wait_for_its_gpu(queue: Queue) -> None:
+    guard = CommitLock(Position(), torch.device("cuda"), alone=True)
+    queue.empty.clear()
+    with guard:
+        guard.progress.step = 1
+    stopped = guard.stop()
+    assert stopped is not None
+    assert stopped.step == 1
+
+
 @pytest.mark.parametrize("ever", [True, False])
 def test_change_that_the_gpu_is_not_done_with_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, queue: Queue, ever: bool

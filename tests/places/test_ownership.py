@@ -216,7 +216,7 @@ class AtSecondPlace:
             lineage = Lineage.read(run_dir) or Lineage("run", name, "", [])
             candidates = [Candidate(0, "", STORE, *one) for one in found]
             group: Any = SimpleNamespace(hosts=["host"])
-            for _, one in in_order(candidates, lineage, lambda other: True, group, run_dir):
+            for _, one in in_order(candidates, lineage, lambda other: True, group):
                 with contextlib.suppress(Damaged):
                     place.fetch(one.where, no_check)
                     break

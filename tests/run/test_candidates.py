@@ -160,10 +160,10 @@ def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) 
             Candidate(2, "other", PEER, "/6", "", 6, "b", RUN, B.values())], [(2, 6), (1, 8)]),
 ])
 def test_copies_are_tried_in_this_order(
-    known: Lineage | None, listed: list[Candidate], expected: list[tuple[int, int]], tmp_path: Path
+    known: Lineage | None, listed: list[Candidate], expected: list[tuple[int, int]]
 ) -> None:
     group: Any = SimpleNamespace(hosts=NODES)
-    found = in_order(listed, known, lambda line: True, group, tmp_path)
+    found = in_order(listed, known, lambda line: True, group)
     assert [(one.rank, one.step) for _, one in found] == expected
 
 
