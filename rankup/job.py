@@ -177,7 +177,8 @@ class Ends:
         try:
             if self.job is None or not self.job.loop_is_over:
                 said = getattr(sys, "last_value", None)  # of `sys.exit("text")`, in a forked rank
-                raise RuntimeError("the script ended without job.finish()" + (f": {said}" if said else ""))
+                text = f": {said}" if isinstance(said, SystemExit) else ""  # a notebook has its last error there
+                raise RuntimeError(f"the script ended without job.finish(){text}")
             self.job.finish()
         except BaseException as error:
             self._leave(error)

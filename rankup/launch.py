@@ -58,8 +58,9 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
     with disk_errors("--work-dir", Path(given.work_dir)):
         Path(given.work_dir).mkdir(parents=True, exist_ok=True)
     if given.work_dir:  # Python looks for modules from the folder where it starts, which is that one
-        folders = [*([os.getcwd()] if given.module else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-        os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, os.pathsep.join(folders).split(os.pathsep)))
+        path = os.environ.get("PYTHONPATH")
+        folders = [*([""] if given.module else []), *(path.split(os.pathsep) if path else [])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))
     options = Options(
         node=node, script=script, run_dir=given.runs / (given.name or node.run_name or script.run_name),
         stop_after=stop_after,

@@ -12,6 +12,7 @@ not the run. Each line carries its host and rank.
 """
 
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -139,12 +140,28 @@ class _Copied:
         self._begun = begun[-LONGEST:]
         if lines:
             self._file.add([line.rpartition("\r")[2] for line in lines])
-        return self.plain.write(text)
+        with _unless_hung_up():
+            self.plain.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _unless_hung_up():
+            self.plain.flush()
 
     def __getattr__(self, name: str) -> Any:
         if name == "plain":  # of one that is only being made, as by copy.copy
             raise AttributeError(name)
         return getattr(self.plain, name)
+
+
+@contextlib.contextmanager
+def _unless_hung_up() -> Iterator[None]:
+    """A terminal that was closed takes no line, and the job is about to save and leave for that: see SIGHUP."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 def copy_prints(file: RankLog) -> None:

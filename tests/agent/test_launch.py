@@ -100,6 +100,13 @@ def set_by_torchrun() -> set[str]:
     return names
 
 
+def test_folder_of_the_launch_hides_no_module_from_a_script_elsewhere(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "colorsys.py").write_text("raise SystemExit('of the wrong folder')")
+    line = ("launch", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work", write(tmp_path, "import colorsys"))
+    forks.ends(*line, cwds=[tmp_path / "here"], env={"PYTHONPATH": ""})
+
+
 @pytest.mark.parametrize("knows_us", [False, True])
 def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, tmp_path: Path) -> None:
     facts = "{'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ)}"
@@ -346,6 +353,27 @@ def test_signal_reaches_all_ranks_which_may_save(sent: str, got: str, tmp_path: 
         assert job.wait() == [143], job.output
     assert f"{'SIGTERM' if sent == 'SIGHUP' else sent}: passed on to 2 ranks" in job.output
     assert status(tmp_path)["state"] == "stopped"
+
+
+CLOSED = """
+import os, pty, rankup
+master, terminal = pty.openpty()
+os.dup2(terminal, 1)
+job, count = rankup.init(folder / 'runs/job'), {'n': 0}
+job.track(count=count)
+os.close(master)
+for _ in job.steps(10**6):
+    with job.step():
+        count['n'] += 1
+    print('to nobody', flush=True)
+    os.kill(os.getpid(), signal.SIGHUP)
+"""
+
+
+def test_script_that_prints_to_its_closed_terminal_saves_and_leaves(forks: Forks, tmp_path: Path) -> None:
+    forks.ends("launch", f"--run-dir={tmp_path}/runs", write(tmp_path, CLOSED), code=143)
+    assert list((tmp_path / "runs/job/checkpoints").glob("step-*"))
+    assert "to nobody" in (tmp_path / "runs/job/logs/rank-0.log").read_text()
 
 
 def test_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.rigs.fork_server import Forks
 from tests.rigs.injected_faults import LOOK, STAGE
 from tests.rigs.jobs import rank_env
-from tests.rigs.namespaces import Net, Node
+from tests.rigs.namespaces import Net
 from tests.rigs.single_rank import Rank, Starter, starting
 
 PORT = 29400
@@ -32,17 +32,13 @@ class Case:
     starter: Starter
     ranks: list[Rank] = field(default_factory=list)
 
-    @property
-    def nodes(self) -> list[Node]:
-        return self.pair.nodes
-
     def rank(
         self, rank: int, node: int, *words: str, world_size: int = 2, addr: str = "192.168.77.1", join_s: str = LONG_S,
         sick: str = "tests.rigs.injected_faults:healthy", **env: str,
     ) -> None:
-        five = {**rank_env(rank, world_size, PORT), "LOCAL_RANK": "0", "MASTER_ADDR": addr}
+        five = {**rank_env(rank, world_size, PORT), "LOCAL_RANK": "0", "MASTER_ADDR": addr, **self.pair.nodes[node].env}
         line = ("doctor", "--join-timeout-s", join_s, *words)
-        self.ranks.append(self.starter.command(line, "job", env={**five, **self.nodes[node].env, **env}, preload=sick))
+        self.ranks.append(self.starter.command(line, "job", env={**five, **env}, preload=sick))
 
     def both(self, *words: str, sick: str = "tests.rigs.injected_faults:healthy", **more: str) -> None:
         """A rank on each machine; `sick` is done to rank 1."""
@@ -83,8 +79,8 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 @case
 def wrong_hosts_file(case: Case) -> None:
     # node1 believes that the master is node1 itself
-    case.nodes[1].know("master", "192.168.77.2")
-    case.nodes[0].know("master", "192.168.77.1")
+    case.pair.nodes[1].know("master", "192.168.77.2")
+    case.pair.nodes[0].know("master", "192.168.77.1")
     case.both(addr="master", join_s=JOIN_S)
 
 
@@ -111,14 +107,14 @@ def test_doctor_does_not_take_a_check_that_hangs_for_a_pass(cases: dict[str, Cas
 
 @case
 def full_shm(case: Case) -> None:
-    case.nodes[1].run("mount -t tmpfs -o size=64m tmpfs /dev/shm", "head -c 60000000 /dev/zero > /dev/shm/left")
+    case.pair.nodes[1].run("mount -t tmpfs -o size=64m tmpfs /dev/shm", "head -c 60000000 /dev/zero > /dev/shm/left")
     case.both()
 
 
 @case
 def slow_link(case: Case) -> None:
     # Links inside the nodes are beside it, which are as fast as ever
-    for node in case.nodes:
+    for node in case.pair.nodes:
         node.run("tc qdisc add dev eth0 root tbf rate 8mbit burst 16kb latency 2s")
     for rank in range(4):
         case.rank(rank, rank // 2, world_size=4, **{LOOK: "links"})

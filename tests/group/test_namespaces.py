@@ -30,15 +30,11 @@ class Case:
     starter: Starter
     ranks: list[Rank] = field(default_factory=list)
 
-    @property
-    def nodes(self) -> list[Node]:
-        return self.pair.nodes
-
     def rank(
         self, rank: int, world_size: int, node: int, *arguments: str, addr: str = "192.168.77.1",
         join_s: float = LONG_S, **env: str,
     ) -> None:
-        env = {"LOCAL_RANK": "0", "MASTER_ADDR": addr, **self.nodes[node].env, **env}
+        env = {"LOCAL_RANK": "0", "MASTER_ADDR": addr, **self.pair.nodes[node].env, **env}
         self.ranks.append(self.starter(rank, world_size, PORT, self.name, *arguments, join_s=join_s, **env))
 
     def both(self, *arguments: str, **more: str | float) -> None:
@@ -73,7 +69,7 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
             begun[name] = Case(name, pair, stack.enter_context(starting(forks, folder / "runs")))
             begin(begun[name])
         begun["pulled_cable"].ranks[0].wait_for("epoch 1:")
-        begun["pulled_cable"].nodes[0].run("ip link set eth0 down")
+        begun["pulled_cable"].pair.nodes[0].run("ip link set eth0 down")
         yield begun
 
 
@@ -89,14 +85,14 @@ def by_name(case: Case) -> None:
 
 @case(0)
 def ipv6_alone(case: Case) -> None:
-    for number, node in enumerate(case.nodes):
+    for number, node in enumerate(case.pair.nodes):
         node.run("ip -4 addr flush dev eth0", f"ip -6 addr add fd77::{number + 1}/64 dev eth0 nodad")
     case.both(addr="fd77::1")
 
 
 @case(0)
 def ipv4_and_few_open_ports_alone(case: Case) -> None:
-    for node in case.nodes:
+    for node in case.pair.nodes:
         node.run("sysctl -qw net.ipv6.conf.all.disable_ipv6=1 net.ipv4.ip_local_port_range='40000 40050'")
         firewall(node, "DROP", f"{PORT},40000:40050")
     # gloo's higher address listens, the lower one calls: each has to be tried as the one that names itself 127.0.1.1
@@ -120,8 +116,8 @@ def silent_resolver(case: Case) -> None:
 def a_name_that_comes_late(case: Case) -> None:
     case.rank(1, 2, 1, addr="late.example")
     case.ranks[0].wait_for("rank 1 of 2")
-    case.nodes[0].know("late.example", "192.168.77.1")
-    case.nodes[1].know("late.example", "192.168.77.1")
+    case.pair.nodes[0].know("late.example", "192.168.77.1")
+    case.pair.nodes[1].know("late.example", "192.168.77.1")
     case.rank(0, 2, 0, addr="late.example")
 
 
@@ -133,7 +129,7 @@ def launched_with_a_silent_resolver(case: Case) -> None:
 
 @case(0)
 def launched(case: Case, *, master_addr: str = "node0") -> None:
-    for number, node in enumerate(case.nodes):
+    for number, node in enumerate(case.pair.nodes):
         line = ("launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", master_addr,
                 "--master-port", str(PORT), str(MAIN), *TINY)
         case.ranks.append(case.starter.command(line, case.name, env=node.env))
@@ -141,7 +137,7 @@ def launched(case: Case, *, master_addr: str = "node0") -> None:
 
 def know_no_names(case: Case) -> None:
     """No file has the machines' addresses, as in most clusters, and each question is counted on its way to nowhere."""
-    for node in case.nodes:
+    for node in case.pair.nodes:
         node.hosts_file.write_text("127.0.0.1 localhost\n")
         node.lookup_file.write_text("hosts: files dns\n")
         node.mount("nameserver 192.168.77.9\noptions timeout:30\n", "/etc/resolv.conf")
@@ -175,13 +171,13 @@ APART = "all ranks reached the master, but not each other: ", "gloo and nccl use
 
 @case(170, "rank 0 on node0 does not reach rank 1 on node1 at 192.168.77.2:", "(no answer)", *APART)
 def ports_dropped_on_one_side(case: Case) -> None:
-    firewall(case.nodes[1], "DROP")
+    firewall(case.pair.nodes[1], "DROP")
     case.both()
 
 
 @case(170, "rank 1 on node1 does not reach rank 0 on node0 at 192.168.77.1:", "(Connection refused)", *APART)
 def ports_rejected_on_both(case: Case) -> None:
-    for node in case.nodes:
+    for node in case.pair.nodes:
         firewall(node, "REJECT")
     case.both()
 
@@ -193,7 +189,7 @@ LATE = "rank 1 of 2 on node1 could not join within"
 
 @case(170, LATE, f"192.0.2.1:{PORT} does not answer: a wrong address, a machine that is down, or a firewall")
 def black_hole(case: Case) -> None:
-    case.nodes[1].run("ip route add default via 192.168.77.1")
+    case.pair.nodes[1].run("ip route add default via 192.168.77.1")
     case.rank(1, 2, 1, addr="192.0.2.1", join_s=SHORT_S)
 
 
@@ -204,7 +200,7 @@ def no_such_name(case: Case) -> None:
 
 @case(170, LATE, 'the name "no-answer.example" does not resolve here (the resolver gives no answer)')
 def no_resolver(case: Case) -> None:
-    server, node = case.nodes
+    server, node = case.pair.nodes
     server.run("iptables -w -A INPUT -p udp --dport 53 -j DROP")
     node.lookup_file.write_text("hosts: files dns\n")
     node.mount("nameserver 192.168.77.1\noptions timeout:30\n", "/etc/resolv.conf")
@@ -244,6 +240,6 @@ def test_machines_train_or_say_on_each_rank_what_is_in_the_way(cases: dict[str, 
 @pytest.mark.parametrize("name", ["silent_resolver", "launched_with_a_silent_resolver"])
 def test_no_name_is_looked_up_where_an_address_is_known(cases: dict[str, Case], name: str) -> None:
     all_said(cases[name].ranks, 0)
-    for node in cases[name].nodes:
+    for node in cases[name].pair.nodes:
         (rule,) = [line.split() for line in node.run("iptables -w -nvxL OUTPUT").splitlines() if "udp dpt:53" in line]
         assert rule[0] == "0", f"{node.name} asked the resolver {rule[0]} times"

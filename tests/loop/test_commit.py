@@ -15,10 +15,14 @@ from rankup.observe.metrics import Position
 CPU = torch.device("cpu")
 
 
+def step_at(guard: CommitLock) -> int | None:
+    return getattr(guard.stop(), "step", None)
+
+
 def test_stop_waits_for_the_end_of_a_change_and_lets_no_other_begin() -> None:
     guard = CommitLock(Position(), CPU)
-    steps: list[int] = []
-    stop = threading.Thread(target=lambda: steps.append(getattr(guard.stop(), "step", -1)))
+    steps: list[int | None] = []
+    stop = threading.Thread(target=lambda: steps.append(step_at(guard)))
     with guard:
         stop.start()
         stop.join(0.1)
@@ -74,7 +78,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 
 def test_host_that_waits_for_the_gpu_has_not_begun_the_change(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
     """As behind a dead rank: what is on the host stays at the step of the weights, and nobody waits for the thread."""
-    monkeypatch.setattr(saving, "CHANGE_S", 3600.0)
+    monkeypatch.setattr(saving, "CHANGE_S", 1.0)
     guard = CommitLock(Position(), torch.device("cuda"))
 
     def change() -> None:
@@ -86,13 +90,11 @@ def test_host_that_waits_for_the_gpu_has_not_begun_the_change(monkeypatch: pytes
         guard.progress.step = 1
     queue.empty.clear()
     step.start()
-    stopped = guard.stop()
-    assert stopped is not None
-    assert stopped.step == 1
+    step.join(0.2)
+    assert step_at(guard) == 1
     queue.empty.set()
     step.join(0.2)
-    assert step.is_alive()
-    assert stopped.step == 1
+    assert guard.progress.step == 1
 
 
 def test_process_alone_does_not_wait_for_its_gpu(queue: Queue) -> None:
@@ -100,9 +102,7 @@ def test_process_alone_does_not_wait_for_its_gpu(queue: Queue) -> None:
     queue.empty.clear()
     with guard:
         guard.progress.step = 1
-    stopped = guard.stop()
-    assert stopped is not None
-    assert stopped.step == 1
+    assert step_at(guard) == 1
 
 
 @pytest.mark.parametrize("ever", [True, False])
@@ -116,8 +116,7 @@ def test_change_that_the_gpu_is_not_done_with_is_waited_for(
     queue.behind = True
     if ever:
         threading.Timer(0.1, setattr, (queue, "behind", False)).start()
-    stopped = guard.stop()
-    assert (stopped and stopped.step) == (1 if ever else None)
+    assert step_at(guard) == (1 if ever else None)
     assert queue.behind == (not ever)
 
 
@@ -177,8 +176,7 @@ def test_work_that_is_queued_behind_a_hang_does_not_count(
     with guard if inside else contextlib.nullcontext():
         hang()
     threading.Thread(target=step, args=(guard, weights), daemon=True).start()
-    stopped = guard.stop()
-    assert (None if stopped is None else stopped.step) == (None if inside else 2)
+    assert step_at(guard) == (None if inside else 2)
     assert guard.progress.step == 2
     if not inside:
         with guard.beside():

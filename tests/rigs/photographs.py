@@ -21,13 +21,11 @@ def photograph(number: int, *, width: int = 500, height: int = 375) -> Image.Ima
     return Image.fromarray(np.clip(picture, 0, 255).astype(np.uint8))
 
 
-def write_photographs(
-    root: Path, count: int, *, classes: int = 2, width: int = 500, height: int = 375, first: int = 0
-) -> None:
-    """`count` JPEG files in the class folders of `root`, every other one upright."""
+def write_photographs(root: Path, count: int, *, width: int, height: int, first: int = 0) -> None:
+    """`count` JPEG files in the two class folders of `root`, every other one of a class upright."""
     for number in range(count):
-        folder = root / f"class{number % classes}"
+        folder = root / f"class{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
-        size = (width, height) if number // classes % 2 == 0 else (height, width)
+        size = (width, height) if number // 2 % 2 == 0 else (height, width)
         picture = photograph(first + number, width=size[0], height=size[1])
         picture.save(folder / f"{number:05}.jpg", quality=90)
