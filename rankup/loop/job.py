@@ -228,9 +228,8 @@ class Job:
         ranks enter it.
 
         `values`: scalars of this rank. Every `log_every_steps` steps their mean over the ranks goes to `metrics.jsonl`
-        and TensorBoard as `train/<name>`. Only then do the ranks exchange them. All ranks give the same names. Where
-        there are several, each block begins by waiting for the GPU: what is on the host must be of the step of its
-        weights.
+        and TensorBoard as `train/<name>`. Only then do the ranks exchange them. All ranks give the same names. With
+        several ranks each block first waits for the GPU: the state on the host and the weights have to be of one step.
 
         At the end of the block the step is finished. Then rankup saves a copy if one is due, and seeds the random
         numbers from seed, step and rank. Raises Stopped, after a save, if the job was asked to stop. If the block

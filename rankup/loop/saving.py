@@ -43,14 +43,14 @@ class CommitLock:
         self._stream: Any = None  # of a GPU, for `beside`
         if device.type == "cuda":
             # Made now: CUDA makes a process's first stream once the queue is empty, and behind a dead rank it never is.
-            # Of the priority that few use: torch gives the 33rd who asks for one the stream of the first
+            # Of another priority than NCCL's: torch has 32 streams of each, and gives them out in turn
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             self._changed = torch.Event(device)  # the GPU is done with the newest change
 
     def __enter__(self) -> None:
         if self._stream is not None and not self._alone:
-            # For the gradients. Behind a dead rank the GPU never has them: what is on the host, such as an optimizer's
-            # count, must not be a step ahead of the weights
+            # For the gradients, which the GPU never has behind a dead rank. Else what is on the host, such as an
+            # optimizer's count, would be a step ahead of the weights
             torch.cuda.current_stream(self.device).synchronize()
         self._lock.acquire()
 

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -35,30 +36,32 @@ class Workers:
     """What `iter(loader)` gives. It starts the workers of a DataLoader, and leaves the loader as it was; main thread
     only.
 
-    Raises PeerLost if a worker does not start. `next` raises UserError for a full /dev/shm, PeerLost if a worker died,
-    and what the data set raised.
+    Raises PeerLost if a worker does not begin, twice. `next` raises UserError for a full /dev/shm, PeerLost if a worker
+    died, and what the data set raised.
     """
 
     def __init__(self, loader: Any) -> None:
         before = {*multiprocessing.active_children()}
-        with _prepared(loader):
+        with _prepared(loader) as begun:
             try:
                 self._iterator: Iterator[Any] = iter(loader)
             finally:  # a sampler may raise once the workers are there
                 _all.update({*multiprocessing.active_children()} - before)
-        self._workers = [*getattr(self._iterator, "_workers", ())]
-        # CPython 3.11 can deadlock a child inside os.fork, on a lock that another thread held at that moment. A rank
-        # handles this signal, and so does what it forks until `_begin` has run. Kept workers began without us
-        until_s, new = time.monotonic() + START_S, [worker for worker in self._workers if worker not in before]
-        while hanging := [each for each in new if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
-            if time.monotonic() > until_s:
+            self._workers = [*getattr(self._iterator, "_workers", ())]
+            new = [worker for worker in self._workers if worker not in before]  # kept ones began without us
+            # CPython 3.11 can deadlock a child inside os.fork, on a lock that another thread held at that moment
+            for worker in _hanging(new):
+                worker.kill()
+                worker.join()
+                vars(worker).update(begun[worker], _popen=None)
+                worker.start()
+            if hanging := _hanging(new):
                 for worker in new:
                     worker.kill()
                 raise PeerLost(
-                    f"DataLoader worker {new.index(hanging[0])} has not begun {START_S:g} s after its start. Is this "
-                    "machine overloaded?"
+                    f"DataLoader worker {new.index(hanging[0])} has not begun {START_S:g} s after its start, twice. Is "
+                    "this machine overloaded?"
                 )
-            time.sleep(0.005)
 
     def __iter__(self) -> Iterator[Any]:
         return self if self._workers else self._iterator
@@ -110,11 +113,28 @@ def _end_all() -> None:
                 worker.kill()
 
 
+def _hanging(workers: list[Any]) -> list[Any]:
+    """Those that do not begin within START_S. A rank handles this signal, and so does what it forks until `_begin` has
+    run."""
+    until_s = time.monotonic() + START_S
+    while found := [each for each in workers if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
+        if time.monotonic() > until_s:
+            break
+        time.sleep(0.005)
+    return found
+
+
 @contextlib.contextmanager
-def _prepared(loader: Any) -> Iterator[None]:
+def _prepared(loader: Any) -> Iterator[dict[BaseProcess, dict[str, Any]]]:
     """What a DataLoader starts meanwhile are workers of ours. Those of a subclass whose `__iter__` is a generator start
-    later, and are as torch makes them."""
-    before = dict[str, Any]()
+    later, and are as torch makes them. Yields what each process that starts had to do: it forgets that."""
+    before, begun, start = dict[str, Any](), dict[BaseProcess, dict[str, Any]](), BaseProcess.start
+
+    def remember(process: BaseProcess) -> None:
+        begun[process] = {name: getattr(process, name) for name in ("_target", "_args", "_kwargs")}
+        start(process)
+
+    BaseProcess.start = remember  # type: ignore[assignment, method-assign]
     if isinstance(loader, DataLoader) and loader.num_workers:
         before = {"worker_init_fn": loader.worker_init_fn, "collate_fn": loader.collate_fn}
         loader.worker_init_fn = functools.partial(_begin, loader.worker_init_fn)
@@ -125,9 +145,10 @@ def _prepared(loader: Any) -> Iterator[None]:
     # Until its first line has run, a worker would die of a stop signal
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        yield
+        yield begun
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        BaseProcess.start = start  # type: ignore[method-assign]
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)
         for name, value in before.items():

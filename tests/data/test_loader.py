@@ -1,6 +1,7 @@
 """Loaders: workers ignore signals, die with their parent, and their death is explained. That any number of them gives
 the same batches: tests/promises/test_parity.py."""
 
+import itertools
 import os
 import re
 import time
@@ -73,24 +74,22 @@ def test_workers_die_with_their_rank(forks: Forks, tmp_path: Path, end: str) -> 
         assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
-def test_worker_that_hangs_in_fork_ends_the_job_as_worth_a_retry(forks: Forks, tmp_path: Path) -> None:
-    output = forks.ends(*train(tmp_path / "run"), preload="tests.data.test_loader:hang_in_fork", code=171)
-    assert "DataLoader worker 1 has not begun 5 s after its start" in output
+@pytest.mark.parametrize("hanging", ["2", "2 3"])
+def test_worker_that_hangs_in_fork_is_forked_once_more(forks: Forks, tmp_path: Path, hanging: str) -> None:
+    twice, preload = hanging == "2 3", "tests.data.test_loader:hang_in_fork"
+    output = forks.ends(*train(tmp_path / "run"), env={"HANGING": hanging}, preload=preload, code=171 * twice)
+    assert ("DataLoader worker 1 has not begun 5 s after its start, twice" in output) == twice
     assert "Traceback" not in output
 
 
 def hang_in_fork() -> None:
-    """In the process of a rank: the second worker never returns from os.fork."""
+    """In the process of a rank: these forks of it never return from os.fork."""
     from rankup.loop import workers
 
-    workers.START_S = 5.0  # worker 0 begins in that time, also on a busy machine
-    forked = 0
-
-    def count() -> None:
-        nonlocal forked
-        forked += 1
-
-    os.register_at_fork(before=count, after_in_child=lambda: time.sleep(600) if forked == 2 else None)
+    workers.START_S = 5.0  # others begin in that time, also on a busy machine
+    forks, hanging = itertools.count(1), [int(number) for number in os.environ["HANGING"].split()]
+    os.register_at_fork(after_in_child=lambda: time.sleep(600) if next(forks) in hanging else None,
+                        after_in_parent=lambda: next(forks))
 
 
 def test_workers_of_training_and_of_evaluation_live_until_the_end(forks: Forks, tmp_path: Path) -> None:
