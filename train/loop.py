@@ -165,7 +165,7 @@ def evaluate_and_save(t: Training) -> None:
 
 
 def evaluate_and_report(t: Training) -> None:
-    """Evaluate the current weights, and log the result. If a rank is asked to stop meanwhile, save and raise Stopped."""
+    """Evaluate the current weights and log the result. If a rank is asked to stop meanwhile, save and raise Stopped."""
     config, job = t.config, t.job
     with job.phase("evaluation", config.eval_timeout_s):
         result = evaluate(config, job.group, t.workload, t.plain, job.eval_batches(t.eval_loader, pad=True))
