@@ -1,1 +1,1 @@
-"""Where the bytes of a run lie, and who owns it. No torch here."""
+"""Where the bytes of a run are stored, and who owns the run. Nothing here imports torch."""

@@ -1,5 +1,5 @@
-"""Files that a reader sees old or new, never half, and this machine's folders for downloads and for runs in a store. No
-torch."""
+"""Atomic file writes, after which a reader sees the old or the new content, never half of it. Also this machine's
+folders for downloads and for runs in an object store. This module does not import torch."""
 
 import errno
 import hashlib
@@ -21,44 +21,44 @@ from rankup.errors import UserError
 from rankup.urls import is_url
 
 Check = Callable[[], None]
-STAGING = ".writing-"  # what is put together beside its name, and belongs to the owner of the folder
+STAGING = ".writing-"  # prefix of what the folder's owner is still writing; the next owner of the folder removes it
 
 
 @contextmanager
 def staged(path: Path, *, check: Check | None = None) -> Iterator[Path]:
-    """A hidden path beside `path` to write to. It takes the name `path` at the end of a block that succeeds.
+    """Yield a hidden path beside `path` to write to, and rename it to `path` if the block succeeds.
 
-    `check`: of an owner, see `rankup.places.lease`; called right before that, it raises where another one owns the
-    folder. Raises OSError where the folder can't be written, or where the next owner has called `remove_unfinished`.
+    `check`: the owner's `rankup.places.lease.Lease.check`. It is called right before the rename and raises if another
+    attempt owns the folder. Raises OSError if the folder can't be written or the next owner called `remove_unfinished`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A random name, not the process's number: two containers that share this folder may have equal numbers
+    # The name is random instead of the process id, because two containers that share this folder may have equal ids
     staging = path.with_name(f"{STAGING if check else '.'}{path.name}.{secrets.token_hex(4)}")
     try:
         yield staging
         if check:
             check()
-        # Atomic within one file system. Not synced: these files may be lost in a power cut, copies of a state must not
+        # Atomic within one file system. Without fsync a power cut may lose these files. Copies of the state are synced
         staging.replace(path)
     except BaseException:
-        with suppress(OSError):  # the first error is the one that counts
+        with suppress(OSError):  # the first error is the one to raise
             staging.unlink()
         raise
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what earlier owners were about to give a name to in `folder`: they fail then. Raises nothing."""
-    with suppress(FileNotFoundError):  # another rank of the node may remove the folder itself meanwhile
+    """Remove what earlier owners have not finished writing in `folder`, so that their renames fail. Raises nothing."""
+    with suppress(FileNotFoundError):  # another rank of the node may remove the folder itself at the same time
         for left in folder.glob(f"{STAGING}*"):
             discard(left)
 
 
 def discard(path: Path, *, check: Check | None = None) -> None:
-    """Remove a file, a copy or what is to become one. `check`: as in `staged`; its error is all that this raises."""
-    # Renamed first: a folder that is half removed must not look like a copy, and nobody may give its name to it
+    """Remove a file, a copy or an unfinished copy. `check`: as in `staged`. Raises only what `check` raises."""
+    # Rename first: a half-removed folder must not look like a copy, and its writer must not be able to publish it
     doomed = aside = path.with_name(f"{STAGING}{secrets.token_hex(4)}-old")
     with suppress(OSError):
-        if check:  # into a folder, which the next owner removes: whoever wakes up after the look moves nothing
+        if check:  # the next owner removes the folder `aside`: if we freeze after check(), our rename fails
             aside.mkdir()
             check()
             doomed = aside / path.name
@@ -69,18 +69,18 @@ def discard(path: Path, *, check: Check | None = None) -> None:
 
 
 def write_atomically(path: Path, content: str, *, check: Check | None = None) -> None:
-    """Write the whole of `content`, as UTF-8, or nothing; the rest as `staged`."""
+    """Write `content` as UTF-8, completely or not at all. `check` and errors: as in `staged`."""
     with staged(path, check=check) as staging:
         staging.write_text(content, encoding="utf-8")
 
 
 def write_json(path: Path, data: Any, *, check: Check | None = None) -> None:
-    """Write `data` so that a reader sees the old file or the new one; the rest as `staged`."""
+    """Write `data` as JSON, completely or not at all. `check` and errors: as in `staged`."""
     write_atomically(path, json.dumps(data, indent=2) + "\n", check=check)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} where that is missing, not whole, or something else."""
+    """Return the JSON object in a file, or {} if the file is missing, incomplete, or holds no JSON object."""
     try:
         with open_regular(path) as file:
             return parse_json(file.read())
@@ -89,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes) -> dict[str, Any]:
-    """What `content` holds, {} where that is no JSON object."""
+    """Return the JSON object in `content`, or {} if it holds none."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
@@ -98,8 +98,8 @@ def parse_json(content: bytes) -> dict[str, Any]:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A file to read that came from elsewhere. Raises OSError, also for a pipe or a device, which may never end."""
-    # Who opens a pipe otherwise waits for its writer
+    """Open a file of unknown origin for reading. Raises OSError, also for a pipe or a device, which may never end."""
+    # Without O_NONBLOCK, opening a pipe waits for its writer
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
@@ -111,8 +111,8 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def runs_folder(run_dir: str) -> Path:
-    """The folder of all runs on this machine. An address in `run_dir` has one of its own in the cache, where its runs
-    work: see `rankup.state.second_place`. Raises UserError as `cache_roots` does."""
+    """Return the folder of all runs on this machine. If `run_dir` is an address, the runs work in a folder of the
+    cache, see `rankup.state.second_place`. Raises UserError as `cache_roots` does."""
     if not is_url(run_dir):
         return Path(run_dir)
     url = run_dir.rstrip("/")
@@ -121,12 +121,12 @@ def runs_folder(run_dir: str) -> Path:
 
 
 def cache_roots() -> list[Path]:
-    """The folders of this machine for downloads and for runs in a store, the preferred one first: RANKUP_CACHE alone if
-    it is set, else the user's cache and one in the temporary directory. Raises UserError if another user may have
-    prepared all of them."""
+    """Return this machine's folders for downloads and for runs in an object store, the preferred one first. If
+    RANKUP_CACHE is set, it is the only one. Otherwise they are in the user's cache and in the temporary directory.
+    Raises UserError if another user may have prepared all of them."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues
-    # For a user without a home directory ~ stays as it is
+    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # rescues have another folder
+    # For a user without a home directory, expanduser leaves the ~
     roots = [shared] if base.startswith("~") else [Path(base, "rankup"), shared]
     roots = [Path(wanted)] if (wanted := cache_folder()) else roots
     if not (own := [root for root in roots if _is_own(root)]):
@@ -137,8 +137,8 @@ def cache_roots() -> list[Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether no other user made `folder` or what it lies in, as all can in the temporary directory. There a missing
-    one is made."""
+    """Return whether no other user could have prepared `folder`. Only in the temporary directory could anybody do so.
+    There the owner of the outermost folder is checked, after the folder is created if it is missing."""
     temporary = Path(tempfile.gettempdir())
     outermost = next((each for each in (folder, *folder.parents) if each.parent == temporary), None)
     if outermost is None:

@@ -1,18 +1,18 @@
-"""Who owns a run, and which attempts its state comes from. No torch here.
+"""Ownership of a run, and the line of attempts that its state comes from. This module does not import torch.
 
-An owner gives signs of life; another process may take the run from an owner that is gone or silent. An owner that was
-frozen and taken for dead may wake up before any of its writes. So each place refuses that write:
+An owner gives signs of life. Another process may take the run over if the owner is gone or silent. An owner that froze
+and was taken for dead may wake up right before any of its writes, so each place must refuse such a write:
 
-- In a folder a file is written beside its name, then the lease is read, then the file gets its name. The next owner
-  first writes the lease, and then removes what others have written beside names. What goes away is moved into a hidden
-  folder in the same order, of which the next owner takes the name. To metrics.jsonl lines are added: of an owner that
-  may wake up the next one takes the content over into a new file.
-- At an address every owner has a number, and writes below that alone (see `rankup.state.second_place`). The store only
-  has to know "create unless it exists".
+- In a folder, an owner writes a file under a hidden name, then reads the lease, then renames the file. The next owner
+  first writes the lease and then removes all hidden files, so that a late rename fails. To move files away, an owner
+  moves them in the same order into a hidden folder, which the next owner renames. metrics.jsonl is appended to: if the
+  earlier owner may still wake up and write to its open file, the next owner copies the content to a new file.
+- At an address, every owner has a number and writes only below that number (see `rankup.state.second_place`). The
+  object store only has to support "create unless it exists".
 
-The kernel's lock is exact and instant on one machine. On an NFS mounted with `nolock` every machine gets it, and other
-file systems have none: there the signs of life decide, by our own clock. It is fcntl.lockf, because children inherit
-the flock of the package filelock: a DataLoader worker would keep the lock of its killed parent.
+The kernel's lock is exact and instant on one machine. On an NFS mounted with `nolock` every machine gets the lock, and
+some file systems have no locks. There the signs of life decide, timed by this process's own clock. The lock is
+fcntl.lockf: children inherit the flock of the package filelock, so DataLoader workers would keep a killed rank's lock.
 """
 
 import contextlib
@@ -37,41 +37,41 @@ from rankup.places.place import Place
 from rankup.timing import LAST_WORD_S, LOCK_S
 
 FILE, RESULT, METRICS = "run.json", "result.json", "metrics.jsonl"
-RUN_ID = re.compile(r"[\w-]+")  # it names folders, of which rescues are removed
-# What belongs to the run that a directory holds, and is put aside where another one takes its place
+RUN_ID = re.compile(r"[\w-]+")  # a run's id names folders, and folders of rescues are removed by that name
+# The files and folders that belong to one run. They are put aside if another run begins in the same directory
 OF_RUN = ("checkpoints", "tensorboard", METRICS, RESULT, "config.yaml", "tracker", FILE)
-ASIDE = ".aside"  # where it is put together; the next owner gives that another name
-Owner = Mapping[str, Any]  # what an owner wrote last, {} where there is none or nothing can be read
+ASIDE = ".aside"  # the hidden folder into which they are moved; the next owner renames it
+Owner = Mapping[str, Any]  # the newest sign of life of an owner, {} if there is no owner or its file can't be read
 
 
 def kernel_id() -> str:
-    """The same for two containers of one machine, which share the kernel's locks, and different for two machines."""
+    """Return an id of the running kernel. Containers of one machine have the same id and share the kernel's locks."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return socket.gethostname()
 
 
 class Lease:
-    """Ownership of the folder `run_dir`, by `lease.json` in it, for the length of a `with` block.
+    """Ownership of the folder `run_dir`, held through the file `lease.json` in it for the length of a `with` block.
 
-    `agreed`: most nodes of the job have begun this attempt, so that an owner of an earlier one of that job has nothing
-    to say. `life_s`: how long a machine may give no sign of life. `predecessor`: the token of the owner before.
+    `agreed`: most nodes of the job take part in this attempt, so it may take the run from an earlier attempt of the
+    same job at once. `life_s`: how long an owner may stay silent. `predecessor`: the token of the previous owner.
     """
 
     def __init__(
         self, run_dir: Path, attempt: str, *, agreed: bool = False, life_s: float = 10.0, beat_s: float = 2.0
     ) -> None:
-        # `life_s`, several beats: a network file system may show another machine's writes seconds later
+        # `life_s` covers several beats, because a network file system may show another machine's writes seconds late
         self.path, self.where, self.predecessor = run_dir / "lease.json", str(run_dir), ""
         self.attempt, self.agreed, self.life_s, self.beat_s = attempt, agreed, life_s, beat_s
-        self.token = secrets.token_hex(8)  # attempt ids may be given by a launcher, and then given twice
-        self._lock = contextlib.ExitStack()  # the kernel's
-        self._may_wake = False  # the owner before
+        self.token = secrets.token_hex(8)  # the attempt's id won't do: a launcher may give the same id twice
+        self._lock = contextlib.ExitStack()  # the kernel's lock
+        self._may_wake = False  # the previous owner may be frozen and wake up
         self._released = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="lease", daemon=True)
 
     def __enter__(self) -> Self:
-        """Take the run over from an owner that is gone. Raises UserError, naming the owner, where another is alive."""
+        """Take ownership of the run. Raises UserError, which names the owner, if another owner is alive."""
         try:
             owner = self._begin()
             if owner and not self._follows(owner) and self._alive(owner):
@@ -85,14 +85,14 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self._released.set()
-        self._beats.join()  # no beat may be written over the release
-        # It stays, marked as released: a successor need not watch for a sign of life before it starts
+        self._beats.join()  # no beat may overwrite the release
+        # The file stays, marked as released: the next owner then starts without watching for signs of life
         with contextlib.suppress(OSError, UserError, PeerLost):
             self._write(0)
         self._lock.close()
 
     def check(self) -> None:
-        """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
+        """Raise PeerLost if another attempt took the run over because this one was frozen for longer than `life_s`."""
         self._compare(self._owner())
 
     def _compare(self, owner: Owner) -> None:
@@ -100,9 +100,9 @@ class Lease:
             raise PeerLost(f"another attempt owns {self.where} by now ({_who(owner)})")
 
     def _begin(self) -> Owner:
-        """The owner that is there, {} where there is none, or one that is surely dead.
+        """Try to lock, and return the present owner, or {} if there is none or it is certainly dead.
 
-        Raises UserError where another attempt has the kernel's lock, and OSError where nothing can be written.
+        Raises UserError if another attempt holds the kernel's lock, and OSError if nothing can be written.
         """
         lock = self._lock.enter_context((self.path.parent / ".lock").open("a+", encoding="ascii"))
         until_s, locked = time.monotonic() + LOCK_S, False
@@ -111,7 +111,7 @@ class Lease:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 locked = True
             except OSError as error:
-                # ENOLCK, EOPNOTSUPP: this file system has no locks. Or the owner is frozen, or on a lost machine
+                # This file system has no locks (ENOLCK, EOPNOTSUPP), or we follow an owner that is frozen or cut off
                 if error.errno not in (errno.EACCES, errno.EAGAIN) or self._follows(self._owner()):
                     break
                 if time.monotonic() > until_s:
@@ -119,23 +119,23 @@ class Lease:
                 time.sleep(0.1)
         owner = self._owner()
         self.predecessor = str(owner.get("token", ""))
-        # The kernel has freed the lock of its own dead process; about another machine's it may know nothing
+        # We got the lock, so an owner under this kernel is dead. The lock may say nothing about another machine's owner
         dead = locked and owner.get("kernel") == kernel_id()
-        # One that was killed before its second beat may not have taken over what the one before has open
+        # A dead owner that never beat twice may not have copied the metrics.jsonl that its own predecessor has open
         self._may_wake = bool(owner) and not owner.get("released") and not (dead and owner.get("beat") != 1)
         return {} if dead else owner
 
     def _take(self) -> None:
         def check() -> None:
             if str((owner := self._owner()).get("token", "")) != self.predecessor:
-                raise self._owned_by(owner)  # this process was frozen since it looked
+                raise self._owned_by(owner)  # this process was frozen after `_begin`
 
         write_json(self.path, self._sign(1), check=check)
         remove_unfinished(self.path.parent)
-        with contextlib.suppress(OSError):  # there is none
+        with contextlib.suppress(OSError):  # usually there is no such folder
             self.path.with_name(ASIDE).rename(before(self.path.parent))
         path = self.path.with_name(METRICS)
-        if self._may_wake and path.exists():  # not always: it may be large
+        if self._may_wake and path.exists():  # copied only if needed, because it may be large
             with staged(path, check=self.check) as new:
                 shutil.copyfile(path, new)
 
@@ -143,25 +143,25 @@ class Lease:
         return read_json(self.path)
 
     def _write(self, beat: int) -> None:
-        """Give a sign of life, if the run is ours; the last one, with `beat` 0, releases it."""
+        """Give a sign of life if this attempt still owns the run. A `beat` of 0 releases the run."""
         write_json(self.path, self._sign(beat), check=self.check)
 
     def _follows(self, owner: Owner) -> bool:
-        """Whether this attempt is a later one of the same job, and `agreed`."""
+        """Return whether this attempt is `agreed`, and `owner` is an earlier attempt of the same job."""
         (job, _, number), (its, _, before) = self.attempt.rpartition("-"), str(owner.get("attempt", "")).rpartition("-")
         return self.agreed and job == its and before.isdecimal() and int(before) < int(number)
 
     def _alive(self, owner: Owner) -> bool:
-        """Watch for up to `life_s` whether the owner gives a new sign of life."""
+        """Watch for up to `life_s`, and return whether the owner gives a new sign of life."""
         until_s, pause_s = time.monotonic() + self.life_s, min(0.2, self.beat_s / 2)
         while (looked_s := time.monotonic()) < until_s:
             now = self._owner()
-            if now.get("released"):  # it ends normally at this moment
+            if now.get("released"):  # the owner is just ending normally
                 return False
             if now.get("beat") != owner.get("beat") or now.get("token") != owner.get("token"):
                 return True
             time.sleep(pause_s)
-            # A pause that took longer was no look at the owner: this process was stopped itself, or its whole machine
+            # A longer pause does not count as silence: this process or its whole machine was stopped itself
             until_s += max(0.0, time.monotonic() - looked_s - self.beat_s)
         return False
 
@@ -169,7 +169,7 @@ class Lease:
         beat = 1
         while not self._released.wait(self.beat_s):
             beat += 1
-            # A full disk, a store that does not answer, or a next owner: the next save reports it
+            # The next save reports a full disk, a store that does not answer, or a next owner
             with contextlib.suppress(OSError, UserError, PeerLost):
                 self._write(beat)
 
@@ -184,35 +184,35 @@ class Lease:
 
 
 class StoreLease(Lease):
-    """Ownership of the run at `place`, by `lease/00000007.json`: whoever creates the next number owns it.
+    """Ownership of the run at `place`: the attempt that creates the next number, as `lease/00000007.json`, owns it.
 
-    Each owner writes its signs of life into its own file, and sees that there is a next number. None is ever removed.
-    `folder`: the lease of the folder here. An owner that held that before is dead for certain.
+    Each owner writes its signs of life into its own file, and looks for the next number. The files are never removed.
+    `folder`: the lease of the local folder. The owner that held the local folder before is certainly dead.
     """
 
     def __init__(self, place: Place, folder: Lease, *, life_s: float = 30.0, beat_s: float = 5.0) -> None:
-        # Each beat is one small write: 0.4 US cents an hour on S3
+        # Each beat is one small write, and all beats together cost 0.4 US cents an hour on S3
         super().__init__(Path(), folder.attempt, agreed=folder.agreed, life_s=life_s, beat_s=beat_s)
         self.place, self.where, self.folder, self.number = place, place.url, folder, 0
         self.token, self.predecessor = folder.token, folder.predecessor
-        self._next: Owner = {}  # the owner after this one, as soon as it was seen
+        self._next: Owner = {}  # the next owner, once it has been seen
 
     def claim(self, number: int) -> None:
-        """Take this number, without signs of life. The earlier owner notices at its next `look`. Raises UserError if
-        another attempt has the number, and as `Place` does."""
+        """Take this number without starting signs of life. The earlier owner notices at its next `look`. Raises
+        UserError if another attempt has the number, and raises as `Place` does."""
         if not self.place.create(_name(number), self._encoded(1)):
             raise self._owned_by(self.place.read_json(_name(number)))
         self.number = number
 
     def look(self, *, once: bool = False) -> None:
-        """`check` by a look at the place, before something is published there: one small request. `once`: it is not
-        asked again where it does not answer. Raises as `Place`."""
+        """Ask the place for a next owner, then `check`. Called before something is published there; costs one small
+        request. `once`: do not ask again if the place does not answer. Raises as `Place` does."""
         place = self.place.once(LAST_WORD_S) if once else self.place.within(self.life_s)
         self._next = place.read_json(_name(self.number + 1))
         self.check()
 
     def check(self) -> None:
-        """Raises PeerLost where another attempt has been seen to take the run over, here or there. Asks no store."""
+        """Raise PeerLost if a next owner is known, of the folder or of the place. Sends no request to the store."""
         self.folder.check()
         self._compare(self._next)
 
@@ -225,7 +225,7 @@ class StoreLease(Lease):
         self.claim(self.number + 1)
         if self.place.create(_name(self.number), self._encoded(2)):
             self.place.warn(
-                f"{self.where} knows no conditional writes: two attempts that begin in the same second may both train"
+                f"{self.where} has no conditional writes: two attempts that begin in the same second may both train"
             )
             time.sleep(self.beat_s)
             if (owner := self._owner()).get("token") != self.token:
@@ -243,13 +243,13 @@ class StoreLease(Lease):
 
 
 def number_of(name: str) -> int:
-    """Which owner has written what has this name at an address, 0 for a name without a number."""
+    """Return the number of the owner that wrote the object `name` at an address, 0 for a name without a number."""
     found = re.match(r"(?:lease/)?(\d{8,})[/.]", name)
     return int(found[1]) if found else 0
 
 
 def folder_of(number: int) -> str:
-    """The folder of all that the owner of that number has written."""
+    """Return the name of the folder in which the owner with this number writes."""
     return f"{number:08d}"
 
 
@@ -266,12 +266,12 @@ def _who(owner: Owner) -> str:
 
 @dataclass(slots=True)
 class Lineage:
-    """Which attempts the state of a run comes from, in `run.json`. A copy that is found long after the run went on
-    without it, in the memory of a node or at another address, is taken only where it lies on this line.
+    """The line of attempts that a run's state comes from, as kept in `run.json`. The memory of a node or another place
+    may hold a copy that the run has long left behind. A copy is used only if it is on this line.
 
-    `run`: its id; one that was begun anew in the same directory has another. `begun_by`: the attempt that began it, and
-    `start` its launch's. `attempts`: each with its mark and the step at which it went on, from a copy of the one before
-    it. `number` counts all attempts: of two nodes that were node 0 in turn, the one with the higher number knows more.
+    `run`: the run's id; a run begun anew in the same directory gets a new id. `begun_by`: the attempt that began the
+    run. `start`: the id of that attempt's launch. `attempts`: [mark, step] of each attempt, which resumed at that step
+    from a copy of the attempt before. `number` counts all attempts; of two lines, the higher number knows more.
     """
 
     run: str
@@ -286,12 +286,12 @@ class Lineage:
 
     @classmethod
     def read(cls, run_dir: Path) -> Self | None:
-        """What the run directory holds, None where it holds no run or a damaged file."""
+        """Return the lineage of the run in `run_dir`, or None if there is no run or its file is damaged."""
         return cls.of(read_json(run_dir / FILE))
 
     @classmethod
     def of(cls, values: Any) -> Self | None:
-        """What the file of a run holds, None where that is damaged."""
+        """Return the lineage with these `values`, as `values()` returns them, or None if they are damaged."""
         try:
             found = cls(**values)
             found.attempts = [[str(mark), int(step)] for mark, step in found.attempts]
@@ -304,27 +304,27 @@ class Lineage:
         return [mark for mark, _ in self.attempts]
 
     def write(self, run_dir: Path, *, check: Check | None = None) -> None:
-        """`check`: of an owner, see `rankup.places.files.staged`. Raises OSError."""
+        """Write `run.json`. `check`: as in `rankup.places.files.staged`. Raises OSError, and what `check` raises."""
         write_json(run_dir / FILE, self.values(), check=check)
 
     def values(self) -> dict[str, Any]:
         return asdict(self)
 
     def has(self, step: int, attempt: str) -> bool:
-        """Whether the run's line of attempts goes through the copy that `attempt` wrote at `step`."""
+        """Return whether the copy that `attempt` wrote at `step` is on this line of attempts."""
         if attempt not in self._marks:
             return False
         following = self.attempts[self._marks.index(attempt) + 1 :]
         return not following or step <= following[0][1]
 
     def goes_on_from(self, other: Self) -> bool:
-        """Whether this is `other`, or what came of it."""
+        """Return whether this lineage equals `other` or continues it."""
         return self.run == other.run and {*other._marks[-1:]} <= {*self._marks}
 
     def go_on(self, mark: str, *, step: int, writer: str | None) -> None:
-        """The attempt `mark` goes on from the copy that `writer` wrote at `step`, or, if None, from the beginning.
+        """Add the attempt `mark`, which resumes from the copy that `writer` wrote at `step`, or begins if that is None.
 
-        What later attempts than the writer did is lost, and done again: what they left counts no longer.
+        Attempts later than `writer` leave the line: their steps are lost and done again, and their copies don't count.
         """
         known = [[writer, 0]] if writer else []
         if writer in self._marks:
@@ -334,13 +334,13 @@ class Lineage:
 
 
 def before(run_dir: Path) -> Path:
-    """Where what is put aside goes: a folder of this process's own."""
+    """Return a new folder name for what is put aside, unique to this process."""
     return run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 
 def put_aside(run_dir: Path, *, check: Check) -> Path | None:
-    """Move what belongs to the run there into a new folder. Returns that, None where nothing was there.
-    Raises UserError, and what `check` raises, see `rankup.places.files.staged`."""
+    """Move all that belongs to the run in `run_dir` into a new folder. Returns that folder, or None if nothing was
+    there. Raises UserError, and what `check` raises, see `rankup.places.files.staged`."""
     there = [path for name in OF_RUN if (path := run_dir / name).exists()]
     if not there:
         return None

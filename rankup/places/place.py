@@ -1,7 +1,7 @@
-"""A place for bytes by name: a folder, a bucket of S3, GCS or Azure, or whatever else fsspec has a file system for.
+"""A place that stores bytes by name: a folder, a bucket of S3, GCS or Azure, or anything else that fsspec supports.
 
-A place promises what every object store does: a name has whole content, what was written is read next, and a list shows
-it. There is no rename. Any request may fail, and is tried again until the time for it is over.
+A place promises what every object store promises: an object is written whole or not at all, and reads and lists show it
+right after the write. There is no rename. Any request may fail; it is tried again until its time is over.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from rankup.places.files import parse_json
 from rankup.timing import FIRST_PAUSE_S, LONGEST_PAUSE_S, REQUEST_S
 from rankup.urls import extra_of, is_url
 
-PARALLEL = 4  # files at a time, and parts of a large one
-# Bytes: a client gives a request up that gets no answer for 60 s, and it may share a slow line with 15 others. S3 takes
-# at most 10,000 parts, of 5 MiB or more
+PARALLEL = 4  # how many files are uploaded at a time, and how many parts of a large file
+# In bytes. A client gives up a request that gets no answer for 60 s, and the request may share a slow line with 15
+# others. S3 takes at most 10,000 parts, each of 5 MiB or more
 PART = 8 * 2**20
-# Below our own patience: a request that hangs is tried again on another connection. Lists must not come from memory
+# Shorter timeouts than REQUEST_S let a hanging request be tried again on another connection. Lists must be fresh
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"use_listings_cache": False, "config_kwargs": {
         "connect_timeout": 5, "read_timeout": 60, "retries": {"total_max_attempts": 1}}},
@@ -32,33 +32,33 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "azure": {"use_listings_cache": False},
     "file": {"auto_mkdir": True},
 }
-_FAULTS = (TypeError, AttributeError, LookupError, AssertionError, MemoryError)  # of a program: raised as they are
+_FAULTS = (TypeError, AttributeError, LookupError, AssertionError, MemoryError)  # faults of a program, never retried
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Place:
-    """What lies below `url`. Every method raises UserError where the place refuses (no such bucket, denied, full), and
-    PeerLost where `until_s` is over, since to try again later may help."""
+    """The objects below `url`. Every method raises UserError if the place refuses (no such bucket, denied, full). It
+    raises PeerLost if the place still fails at `until_s`, because a later attempt may succeed."""
 
     url: str  # as the user gave it, for messages
-    kind: str  # s3, gcs, azure, file for a folder, or another one of fsspec's
+    kind: str  # s3, gcs, azure, file (a folder), or another protocol of fsspec
     fs: Any  # fsspec's file system
     root: str  # what `fs` calls `url`
     warn: Callable[[str], None]
-    until_s: float = 0.0  # of `time.monotonic()`: until then requests are tried again
-    request_s: float | None = None  # the bound of one small request; None: REQUEST_S
+    until_s: float = 0.0  # requests are tried again until this `time.monotonic()`
+    request_s: float | None = None  # the timeout of one small request; None means REQUEST_S
 
     @classmethod
     def open(cls, url: str, *, warn: Callable[[str], None], timeout_s: float = 0.0) -> Self:
-        """The place at `url`, an address or a folder. `timeout_s`: as long requests are tried again from now on.
+        """Return the place at `url`, an address or a folder. Requests are tried again for `timeout_s` from now on.
 
-        Raises UserError where the package that it needs is not installed, and where fsspec knows no such address.
+        Raises UserError if a package that the place needs is not installed, or fsspec does not know such an address.
         """
         extra = extra_of(url)
         kind = extra or (url.partition("://")[0] if is_url(url) else "file")
         try:
-            import fsspec  # here: 0.1 s, which a run without any address does without
+            import fsspec  # takes 0.1 s, which a run without an address does not need to spend
 
             fs, root = fsspec.core.url_to_fs(url, **_OPTIONS.get(kind, {}))
         except ImportError as error:
@@ -67,23 +67,23 @@ class Place:
         except ValueError as error:
             raise UserError(f"{url} must be an address that fsspec knows, got: {reason(error)}") from None
         if kind == "s3":
-            fs.retries = 1  # by `_try`, which knows how much time is left
+            fs.retries = 1  # `_try` retries instead, because it knows how much time is left
         return cls(url.rstrip("/"), kind, fs, root.rstrip("/"), warn).within(timeout_s)
 
     def within(self, timeout_s: float) -> Self:
-        """The same, with requests that are tried again for `timeout_s` from now on."""
+        """Return the same place, whose requests are tried again for `timeout_s` from now on."""
         return replace(self, until_s=time.monotonic() + timeout_s)
 
     def once(self, request_s: float) -> Self:
-        """The same without warnings and second tries, and with so many seconds for each small request."""
+        """Return the same place without warnings and retries, and with `request_s` seconds for each small request."""
         return replace(self, warn=lambda text: None, until_s=0.0, request_s=request_s)
 
     def below(self, name: str) -> Self:
-        """The place whose names are those that begin with `name/` here."""
+        """Return the place of all objects whose names begin with `name/` here."""
         return replace(self, url=f"{self.url}/{name}", root=f"{self.root}/{name}")
 
     def names(self) -> dict[str, int]:
-        """The names and their sizes in bytes."""
+        """Return the size in bytes of each object, by its name."""
         try:
             list_all = _walk if self.kind == "file" else lambda path: self._call("find", path, detail=True)
             found = self._try("list", lambda: list_all(self.root))
@@ -93,42 +93,42 @@ class Place:
         return {str(key)[start:]: int(info.get("size") or 0) for key, info in found.items()}
 
     def read(self, name: str) -> bytes | None:
-        """The content under `name`, None where there is none."""
+        """Return the content of the object `name`, or None if there is none."""
         try:
             return bytes(self._try(f"read {name}", lambda: self._call("cat_file", self._path(name))))
         except FileNotFoundError:
             return None
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The object in JSON under `name`; {} where there is none, or where it is damaged."""
+        """Return the JSON object that is stored as `name`, or {} if there is none or it is damaged."""
         return parse_json(self.read(name) or b"")
 
     def write(self, name: str, content: bytes) -> None:
-        """Write something small, in place of what was there."""
+        """Write a small object, and replace an earlier one of this name."""
         self._try(f"write {name}", lambda: self._call("pipe_file", self._path(name), content), writes=True)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write something small unless there is that name. Returns whether it was written; on a store that knows no
-        conditions always True."""
+        """Write a small object unless the name exists. Returns whether it was written. A store without conditional
+        writes always returns True."""
         path = self._path(name)
 
         def write() -> bool:
             try:
                 if self.kind == "file":
-                    with self.fs.open(path, "xb") as file:  # its own `pipe_file` looks first, and writes later
+                    with self.fs.open(path, "xb") as file:  # fsspec's `pipe_file` is not atomic: it looks, then writes
                         file.write(content)
                 else:
                     self._call("pipe_file", path, content, mode="create")
             except Exception as error:
                 if isinstance(error, FileExistsError) or _status(error) == 412:
-                    return self.read(name) == content  # our own: a request whose answer was lost was tried again
+                    return self.read(name) == content  # ours, if the answer to an earlier try was lost
                 raise
             return True
 
         return self._try(f"create {name}", write, writes=True)
 
     def upload(self, files: dict[str, Path]) -> None:
-        """Write files under these names, several at a time, large ones in parts."""
+        """Upload each of the `files` under its name, several at a time, and large files in parts."""
 
         def one(name: str) -> None:
             path, more = files[name], dict[str, Any]()
@@ -138,16 +138,16 @@ class Place:
             self._try(f"write {name}", put, writes=True)
 
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload") as pool:
-            list(pool.map(one, files))  # raises what one of them raises
+            list(pool.map(one, files))  # `list` raises what an upload raised
 
     def download(self, name: str, path: Path) -> None:
-        """Write the content under `name`, if there is any, into a file, and make its folder."""
+        """Download the object `name`, if it exists, to the file `path`, and create the folder of `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             self._try(f"read {name}", lambda: self._call("get_file", self._path(name), str(path), large=True))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove names, those that are gone already too."""
+        """Remove objects. A name that does not exist is no error."""
         paths = [self._path(name) for name in names]
         for some in filter(None, [[path] for path in paths] if self.kind == "file" else [paths]):
             with contextlib.suppress(FileNotFoundError):
@@ -160,14 +160,14 @@ class Place:
         return f"{self.root}/{name}" if name else self.root
 
     def _call(self, method: str, *values: Any, large: bool = False, **more: Any) -> Any:
-        """Call a method of `fs`, bounded where it goes over a network. `large`: what it moves may take all our time."""
+        """Call a method of `fs`, with a timeout if it uses a network. `large`: the call may take until `until_s`."""
         if self.fs.async_impl:
             request_s = self.request_s or REQUEST_S
             more["timeout"] = max(request_s, self.until_s - time.monotonic()) if large else request_s
         return getattr(self.fs, method)(*values, **more)
 
     def _try(self, what: str, work: Callable[[], T], *, writes: bool = False) -> T:
-        """Call `work` until it succeeds, with growing pauses. Raises FileNotFoundError where nothing is written."""
+        """Call `work` until it succeeds, with growing pauses. Unless it `writes`, FileNotFoundError is raised as is."""
         pause_s, told = FIRST_PAUSE_S, False
         while True:
             try:
@@ -175,13 +175,13 @@ class Place:
             except _FAULTS:
                 raise
             except Exception as error:
-                # Nothing is there, or the disk of this machine is full, to which it is copied
+                # The object does not exist, or the disk of this machine, to which it is downloaded, is full
                 if not writes and (isinstance(error, FileNotFoundError) or _is_full(error)):
                     raise
                 if why := _refused(error):
                     raise UserError(
-                        f"{self.url} {why}: {what}: {reason(error)}. What was written there before is as it was. Mend "
-                        "that, and run the same command again."
+                        f"{self.url} {why}: {what}: {reason(error)}. Earlier files there are untouched. Fix the cause, "
+                        "and run the same command again."
                     ) from None
                 left_s = self.until_s - time.monotonic()
                 if left_s <= 0:
@@ -190,26 +190,26 @@ class Place:
                     ) from None
                 if not told:
                     told = True
-                    self.warn(f"{self.url} fails, tried again for {left_s:.0f} s: {what}: {reason(error)}")
+                    self.warn(f"{self.url} fails, retrying for {left_s:.0f} s: {what}: {reason(error)}")
                 time.sleep(min(pause_s, left_s))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _walk(path: str) -> dict[str, dict[str, Any]]:
-    """All files below a folder. Raises OSError: fsspec's own takes what it can't read for empty."""
+    """Return all files below a folder. Raises OSError, whereas fsspec's `find` takes an unreadable folder for empty."""
     found: dict[str, dict[str, Any]] = {}
     for entry in os.scandir(path):
         try:
             found |= _walk(entry.path) if entry.is_dir() else {entry.path: {"size": entry.stat().st_size}}
-        except FileNotFoundError:  # removed at this moment
+        except FileNotFoundError:  # it was removed after the listing
             continue
     return found
 
 
 def _status(error: BaseException) -> int:
-    """Of the store's answer behind `error`, 0 where there is none."""
-    # s3fs gives its own errors the client's as their cause; gcsfs has a field `code`, Azure's client `status_code`,
-    # aiohttp `status`, which warns of its own `code`
+    """Return the HTTP status of the store's answer that caused `error`, 0 if there is none."""
+    # The errors of s3fs have the client's error as their cause. gcsfs has a field `code`, and Azure's client has
+    # `status_code`. aiohttp has `status`, and warns if its own `code` is read
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(response := getattr(error, "response", None), dict):
@@ -224,7 +224,7 @@ def _is_full(error: BaseException) -> bool:
 
 
 def _refused(error: BaseException) -> str:
-    """Why no further try helps, or ""."""
+    """Return why another try would not help, or "" if it may help."""
     if isinstance(error, FileNotFoundError):
         return "must be in a bucket or container that exists"
     if isinstance(error, PermissionError) or _status(error) in (401, 403):

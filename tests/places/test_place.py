@@ -80,7 +80,7 @@ def test_what_fails_for_a_moment_is_tried_again(door: Door, bucket: Bucket, tmp_
     (manifest,) = (name for name in there.place.names() if name.endswith("/manifest.json"))
     assert there.fetch(manifest.rpartition("/")[0], no_check).step == 10
     assert {request.method for request in failed} >= {"GET", "PUT"}
-    assert "tried again for" in bucket.said[0]
+    assert "retrying for" in bucket.said[0]
 
 
 def test_file_whose_writing_fails_keeps_its_old_content_and_leaves_no_other(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_store_without_conditions_is_said(bucket: Bucket, monkeypatch: pytest.
     monkeypatch.setattr(Place, "create", lambda self, name, content: self.write(name, content) is None)
     with lease(bucket, "first"):
         assert bucket.said == [
-            f"{bucket.url} knows no conditional writes: two attempts that begin in the same second may both train"
+            f"{bucket.url} has no conditional writes: two attempts that begin in the same second may both train"
         ]
     with pytest.raises(UserError, match="--shared-dir must know conditional writes"):
         asyncio.run(id_of(bucket.url))
