@@ -20,7 +20,7 @@ from rankup import Job
 
 
 class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
-    """Tracks the model, optimizers and schedulers of the Trainer, and makes each batch's optimizer step a step of `job`.
+    """Tracks the model, optimizers and schedulers of the Trainer, and makes each batch's optimizer steps one step.
 
     If the job is asked to stop, `Trainer.fit` raises `rankup.Stopped`, after a save. Do not catch it.
     """
