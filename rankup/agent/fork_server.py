@@ -69,7 +69,7 @@ class ForkServer:
         order = {"channel": theirs.fileno(), "parent": os.getpid(), "fork": fork, "folder": folder,
                  "modules": [*modules], "preload": [*preload]}
         with theirs:
-            # In a session of its own, so that Ctrl-C at the terminal reaches only the agent, which passes it on once
+            # Detached from the terminal (setsid), so that Ctrl-C reaches only the agent, which passes it on once
             self._process = subprocess.Popen(
                 [sys.executable, __file__, json.dumps(order)], env=dict(env), pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, start_new_session=True,
@@ -243,7 +243,7 @@ class Server:
         return False
 
     def _fork(self, name: str) -> int:
-        """Fork like os.fork. The child gets its own session, and ends with the server."""
+        """Fork like os.fork. The child leads its own process group (setsid), and ends with the server."""
         if pid := os.fork():
             return pid
         os.setsid()

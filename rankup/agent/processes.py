@@ -81,15 +81,15 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def kill_session(pid: int) -> None:
-    """Kill a process and the session that it leads."""
+    """Kill a process and the process group that it leads."""
     for kill in (os.killpg, os.kill):  # a process that was just forked does not lead a group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def end_of(pid: int) -> int:
-    """Return the exit code of a child that has ended, as a shell counts it. First kill the rest of its session, such as
-    DataLoader workers, which would keep their memory and GPU: after waitpid the id may be another process's."""
+    """Return the exit code of a child that has ended, as a shell counts it. First kill the rest of its process
+    group, such as DataLoader workers, which would hold memory and a GPU: after waitpid the id may be reused."""
     kill_session(pid)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code if code >= 0 else 128 - code
