@@ -94,7 +94,7 @@ class Tracker:
             [sys.executable, "-P", "-W", "ignore", "-m", "rankup.observe.tracker"],
             env={**FOR_PACKAGES, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that it outlives a kill of rank 0 and all its children by a few seconds
+            start_new_session=True,  # it outlives a kill of rank 0 and all its children by a few seconds
         )
         self._tell(json.dumps(asdict(facts)))
         self._listener = threading.Thread(target=self._listen, name="tracker", daemon=True)
