@@ -1,10 +1,8 @@
-"""`job = rankup.init(...)`: a user's own loop starts anywhere with it, and a lost rank costs no finished step. See
-`loop.md`.
+"""`job = rankup.init(...)` starts your own loop under any launcher, and keeps finished steps when a rank is lost.
 
-`job.step` commits: at the end of its block the tracked objects and the position of the run become the state, in one
-instant. A copy, whenever it is made, holds the state of the last commit.
-
-A program with settings of its own first joins the ranks (`rankup.Program`), and then opens its job (`open_job`).
+`job.step` commits: when its block ends, the tracked objects and the position of the run become the state, in one
+instant. Every copy holds the state of the last commit, whenever it is written. A program with settings of its own first
+joins the ranks with `rankup.Program`, and then calls `open_job`. See `loop.md`.
 """
 
 import atexit
@@ -43,24 +41,28 @@ def init(
     setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0, save_timeout_s: float = 600.0,
     memory_every_steps: int | None = None,
 ) -> "Job":
-    """Join the other ranks and take ownership of the run: process group, device, seeds, signals. Call it once, before
-    you build the model.
+    """Meet the other ranks, take ownership of the run, and return the job. Call it once, before you build the model.
 
-    `run`: the folder of the run, by default `runs/` and the name of the script or module; the same call resumes the run
-    that it finds there. `seed`: for the order of samples and for random numbers; all ranks build equal models.
-    `device`: "auto" takes the accelerator of this local rank, else the CPU.
-    `fresh`: move the contents of the folder aside and start from the beginning. `save_every_steps`: None saves at the
-    end of each epoch, or every 1,000 steps without `job.epochs`; 0 saves only in `job.save`. `keep`: how many copies to
-    keep. `log_every_steps`: how often to write the values of `job.step`; until then, every 10 steps.
+    It starts torch.distributed and seeds all random numbers, so that all ranks build equal models. From then on,
+    SIGTERM, SIGHUP, SIGINT and SIGUSR1 stop the job after a save.
+
+    `run`: the folder of the run, by default `runs/` and the script's or module's name. The same call resumes its run.
+    `seed`: determines the order of samples and the random numbers.
+    `device`: "auto" (the accelerator of this local rank, else the CPU), "cpu", "cuda" or "cuda:1".
+    `fresh`: move the contents of the folder aside and start from the beginning.
+    `save_every_steps`: None saves at the end of each epoch, or every 1,000 steps without `job.epochs`. 0 saves only in
+    `job.save`, at a stop and at the end.
+    `keep`: how many copies to keep on disk. `tensorboard`: whether to write TensorBoard's files too.
+    `log_every_steps`: how often to write the values of `job.step`; before the first such step, every 10 steps.
     `compare_every_steps`: how often ranks compare digests of their weights and optimizer states, to find a machine that
-    computes wrongly; None takes half a percent of the time; 0 turns it off, for ranks that differ on purpose between
-    two exchanges of weights.
-    `memory_every_steps`: how often each rank copies its part of split state (FSDP2) to its node's memory; None takes
-    half a percent of the time, 0 turns it off. Deadlines are in seconds. When one passes, rankup writes the stacks and
-    ends the process.
+    computes wrongly. None spends 0.5 % of the time on it; 0 is for ranks whose weights differ on purpose.
+    `memory_every_steps`: how often each rank copies its part of split state (FSDP2) to its node's memory. None spends
+    0.5 % of the time on it; 0 turns these copies off.
+    `join_timeout_s`, `setup_timeout_s`, `step_timeout_s`, `save_timeout_s`: deadlines in seconds to meet, from there to
+    the first step, for a step, and for a save. If one passes, rankup writes all stacks and ends the process.
 
-    Raises JoinError if the ranks do not meet, and UserError if the environment describes no rank or the run can't be
-    resumed.
+    Raises JoinError if the ranks do not meet in time, PeerLost if a rank is lost meanwhile, and UserError if the
+    environment describes no rank, if arguments differ between ranks, or if the run can't be resumed.
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
     run = Path(run or Path("runs", script_name())).absolute()  # the script may change its folder
@@ -91,7 +93,7 @@ def init(
 
 
 def script_name() -> str:
-    """Of the script or the module that Python runs; "default" where there is none, as in a notebook."""
+    """Return the name of the script or module that Python runs, or "default" if there is none (in a notebook)."""
     main = sys.modules["__main__"]
     if (spec := getattr(main, "__spec__", None)) is not None:
         return str(spec.name).removesuffix(".__main__")
@@ -100,10 +102,10 @@ def script_name() -> str:
 
 @contextlib.contextmanager
 def open_job(group: Group, settings: Settings) -> Iterator[Job]:
-    """Own the run in the group's folder for the length of the block, and find where it stands. All ranks call it.
+    """Own the run in the group's folder while the block runs, and find the copy to resume from. All ranks call this.
 
-    `job.run.finished`: nothing is left to do. `job.run.newest`: the copy from which `job.track` will restore. Raises
-    UserError on all ranks if another attempt is alive, or if the run can't be resumed.
+    `job.run.finished`: nothing is left to do. `job.run.newest`: the copy that `job.track` will restore, or None. Raises
+    UserError on all ranks if another attempt of the run is alive, or if the run can't be resumed.
     """
     if settings.tracker != "none":
         group.on_rank0(lambda: tracker.check(settings.tracker))
@@ -113,7 +115,7 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
         try:
             yield job
         except BaseException as error:
-            with contextlib.suppress(UserError):  # the reason for leaving is the other error
+            with contextlib.suppress(UserError):  # `error` is the reason to report
                 job.figures.close(type(error))
             raise
         job.figures.close(None)
@@ -123,13 +125,12 @@ def open_checkpoint(
     place: str | PathLike[str] = "", *, run_dir: str | PathLike[str] = "", group: Group | None = None,
     check: Check = no_check, timeout_s: float = 1800.0,
 ) -> Copy:
-    """The checkpoint at `place`, a folder or an address; without `place`, the newest good checkpoint of the run in
-    `run_dir`.
+    """Read the checkpoint at `place`, a folder or a URL; by default, the newest whole one of the run in `run_dir`.
 
-    Its `tracked` has the state of each tracked object by name, whole and on the CPU. With `group`, rank 0 alone reads
-    the checkpoint and sends it to the other ranks; all ranks call this. `check(path, record)` raises UserError for a
-    checkpoint that the caller can't use. Raises UserError if there is no checkpoint, and PeerLost if a store does not
-    answer within `timeout_s`.
+    `tracked` of the result maps each name given to `job.track` to that object's state, whole and on the CPU. With
+    `group`, all ranks call this: rank 0 reads the checkpoint and sends it to the others. `check(path, record)` raises
+    UserError for a checkpoint that the caller can't use. Raises UserError if there is no checkpoint or it is damaged,
+    and PeerLost if an object store does not answer within `timeout_s` seconds.
     """
     def find() -> Copy:
         own = partial(check_record, more=check)
@@ -145,26 +146,25 @@ def open_checkpoint(
 
 
 class Ends:
-    """Takes over the end of this process. `stack`: closed with the error that ends it.
-
-    Where the loop of the `job` came to its end, the script may leave out `finish`: it is called when Python ends.
+    """The hooks that run when this process ends. They close `stack` with the error that ends the process. If the loop
+    of the `job` has ended, and the script has not called `job.finish`, they call it.
     """
 
     def __init__(self, program: Program) -> None:
         self.program, self.stack = program, contextlib.ExitStack()
         self.job: Job | None = None
-        self._pid, self._usual = os.getpid(), sys.excepthook  # 0 once the end has come; a fork has its own
+        self._pid, self._usual = os.getpid(), sys.excepthook  # the pid keeps forks out; 0 once the end has been handled
         self.take_errors()
         atexit.register(self._at_exit)
 
     def take_errors(self) -> None:
-        """Once more after torch's process group is there: torch puts its own hook around ours, and keeps its output."""
+        """Install the hook. Call this again once torch has wrapped the hook in its own, which withholds the output."""
         sys.excepthook = self._on_error
 
     def close(self) -> None:
-        """The script has come to its end."""
+        """Leave the group after success."""
         self.stack.close()
-        self._pid, self.job = 0, None  # Python keeps the hooks, and with them a job would keep all that is tracked
+        self._pid, self.job = 0, None  # Python keeps the hooks, which would keep the job and every tracked object
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid:
@@ -176,18 +176,18 @@ class Ends:
             return
         try:
             if self.job is None or not self.job.loop_is_over:
-                said = getattr(sys, "last_value", None)  # of `sys.exit("text")`, in a forked rank
-                text = f": {said}" if isinstance(said, SystemExit) else ""  # a notebook has its last error there
+                said = getattr(sys, "last_value", None)  # `sys.exit("text")` of a forked rank, or a notebook's error
+                text = f": {said}" if isinstance(said, SystemExit) else ""
                 raise RuntimeError(f"the script ended without job.finish(){text}")
             self.job.finish()
         except BaseException as error:
             self._leave(error)
 
     def _leave(self, error: BaseException) -> NoReturn:
-        """End this process after `error`: by os._exit, because torch's own teardown may wait for a dead rank."""
+        """End this process after `error`, with os._exit, because torch's own teardown may wait for a dead rank."""
         self._pid = 0
         try:
             self.stack.__exit__(type(error), error, error.__traceback__)
-        except BaseException as failure:  # the cause, where another rank is to blame
+        except BaseException as failure:  # the cause, if another rank is to blame
             error = failure
         self.program.exit(self.program.end(error))

@@ -11,31 +11,31 @@ from typing import Any
 import torch
 
 CPU = torch.device("cpu")
-AHEAD = 32  # so many batches of a sampler are drawn at a time: to change the random state costs 0.1 ms
+AHEAD = 32  # batches to draw from a sampler at a time, because each change of the random state costs 0.1 ms
 
 
 def derive_seed(*numbers: int) -> int:
-    """A seed of 63 bits from several integers.
+    """Hash several integers into one seed of 63 bits.
 
-    Sums and products of seeds collide: seed 1 in epoch 2 would get the order of seed 2 in epoch 1.
+    Sums and products of seeds would collide: seed 1 in epoch 2 would get the order of seed 2 in epoch 1.
     """
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed Python, torch and, where it is loaded already, numpy, in this process; torch on all GPUs too where `device`
-    is one of them.
+    """Seed Python, torch and, if it has been imported, numpy in this process. If `device` is a GPU, seed torch on all
+    GPUs too.
 
-    On CPUs it does not ask for GPUs: each step seeds anew, and the question takes 70 µs, ten times the rest.
+    On a CPU the function does not look for GPUs: every step seeds, and looking takes 70 µs, ten times the rest.
     """
-    if device != CPU:  # its `type` makes a string each time
+    if device != CPU:  # faster than `device.type`, which makes a string each time
         torch.manual_seed(seed)
     seed_host(seed)
 
 
 def seed_host(seed: int) -> None:
-    """The same without accelerators, as it is done for each sample."""
+    """Seed Python, torch on the CPU and, if it has been imported, numpy. This runs for each sample."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
@@ -43,7 +43,7 @@ def seed_host(seed: int) -> None:
 
 
 def _host_state() -> tuple[Any, ...]:
-    """The random state of Python, torch on the CPU and, where it is loaded, numpy."""
+    """Return the random state of Python, torch on the CPU and, if it has been imported, numpy."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
 
@@ -57,7 +57,7 @@ def _set_host_state(state: tuple[Any, ...]) -> None:
 
 @contextmanager
 def host_state_kept() -> Iterator[None]:
-    """The host's random state after the block is the one before it."""
+    """Restore the host's random state after the block."""
     state = _host_state()
     try:
         yield
@@ -67,7 +67,7 @@ def host_state_kept() -> Iterator[None]:
 
 @contextmanager
 def state_kept(device: torch.device, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """The same for the random state of `device` and the buffers of `modules`: around passes that are not to count."""
+    """Restore all random states and the buffers of `modules` after the block: a forward pass in it leaves no trace."""
     buffers = [(module, {name: each.detach().clone() for name, each in module.named_buffers()}) for module in modules]
     devices = [] if device.type == "cpu" else [device.index or 0]
     try:
@@ -76,13 +76,13 @@ def state_kept(device: torch.device, modules: Iterable[torch.nn.Module]) -> Iter
     finally:
         with torch.no_grad():
             for module, before in buffers:
-                for name, buffer in module.named_buffers():  # forward may have put others in their place
+                for name, buffer in module.named_buffers():  # looked up again: forward may have replaced buffers
                     buffer.copy_(before[name])
 
 
 def drawn_apart(make: Iterable[Any], seed: int) -> Iterator[list[Any]]:
-    """What iterating over `make`, a sampler, gives under `seed`, as if nobody else drew random numbers meanwhile, and
-    nobody else notices that these were drawn. In lists of AHEAD batches."""
+    """Iterate over the sampler `make` with a random state of its own, seeded with `seed`, and yield its batches in
+    lists of AHEAD. Other code that draws random numbers neither changes these batches nor is changed by them."""
     with host_state_kept():
         seed_host(seed)
         iterator, state = iter(make), _host_state()

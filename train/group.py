@@ -1,4 +1,4 @@
-"""What the settings mean for the group of ranks."""
+"""The settings that all ranks must share before they form a group."""
 
 import contextlib
 import hashlib
@@ -11,26 +11,26 @@ from .config import Config
 
 
 def code_of(*files: Path) -> str:
-    """A digest of these files."""
+    """Return a digest of the contents of these files."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
-# As they are imported: a rank may be forked from a process that has imported them days ago
+# Computed at import: the fork server may have imported these files days ago, and they may have changed on disk since
 CODE = code_of(*sorted(Path(__file__).parent.rglob("*.py")))
-# Paths may differ from node to node, and so may what is shown
+# Settings that may differ between ranks: paths, and settings that do not affect the result
 OWN = {"data_dir", "run_dir", "tensorboard", "tracker", "num_workers"}
 
 
 def join_options(config: Config, *, fresh: bool = False) -> dict[str, Any]:
-    """The arguments of `rankup.Program.join` that `doctor` takes too: what has to be the same on all ranks, by name,
-    and the device."""
+    """Return the arguments that `Program.join` and `Program.doctor` share: `settings`, the texts by name that must be
+    equal on all ranks, and `device`."""
     device = None if config.device == "auto" else config.device
-    if config.device_ids:  # DataParallel wants the module on the first of its devices
+    if config.device_ids:  # DataParallel needs the module on the first of its devices
         device = f"cuda:{config.device_ids.split(',')[0]}"
     spec = None
     if ":" in config.workload:
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(config.workload.partition(":")[0])
-    code = CODE + code_of(Path(spec.origin)) if spec and spec.origin else CODE  # the user's file is not imported yet
+    code = CODE + code_of(Path(spec.origin)) if spec and spec.origin else CODE  # not imported yet: read it from disk
     settings = {f"setting {name}": json.dumps(value) for name, value in config.model_dump().items() if name not in OWN}
     return {"settings": {"program code": code, **settings, "fresh": str(fresh)}, "device": device}

@@ -1,4 +1,4 @@
-"""The training, top to bottom: `build` makes all that it needs, `train` loops over the steps. Start reading here."""
+"""The training loop. Start reading here: `build` makes data, model and optimizer, and `train` runs the steps."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # torch.optim imports it anyway, 0.4 s, at the first optimizer: too late for the fork server
+import torch._dynamo  # the first optimizer would import it in every rank, 0.4 s; here the fork server does it once
 from torch import nn
 
 from rankup import Group, Job, Program, UserError
@@ -27,13 +27,13 @@ from .workloads.workload import Workload, load
 
 
 def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = False) -> None:
-    """Train to the end, or to where a stop was asked for. What may be raised: `rankup.errors`. `fresh`: anew, although
-    the run has checkpoints."""
+    """Train until the run is finished or is asked to stop. Raises the errors of `rankup.errors`. `fresh`: start from
+    the beginning even if the run has checkpoints."""
     began_s = time.monotonic()
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS sums in one order only with it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
@@ -46,10 +46,10 @@ def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = Fals
         if job.run.finished:
             return
         t = build(config, job, method)
-        job.begin()  # from here on a lost rank costs no finished step
+        job.begin()  # from here on, a lost rank costs no finished step
         program.log.info(f"ready after {time.monotonic() - began_s:.1f} s")
         show = progress(t)
-        evaluate_and_save(t)  # where the attempt before had no time to
+        evaluate_and_save(t)  # if the previous attempt ended before it could
         for batches in batches_to_end(t):
             step(t, batches)
             evaluate_and_save(t)
@@ -59,7 +59,7 @@ def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = Fals
 
 
 def build(config: Config, job: Job, method: Method) -> Training:
-    """Data, model and optimizer: new, or as they were at the run's checkpoint. Raises UserError where that can't be."""
+    """Build data, model and optimizer, and restore the run's newest checkpoint if there is one. Raises UserError."""
     group, run = job.group, job.run
     log, device = group.log, group.device
     group.watch.enter("setup", config.setup_timeout_s)
@@ -82,7 +82,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     elif config.init_from:
         weights.start_from(config, group, plain)
     if not method.replicates_state:
-        # Before they are split: afterwards no rank has them all
+        # Compare the weights before the split: afterwards no rank has all of them
         own = weights.digest(plain.state_dict())[:16]
         group.must_match("the initial weights", own, remedy="Look at init_from and bert_dir.")
         method.split(plain)
@@ -93,9 +93,9 @@ def build(config: Config, job: Job, method: Method) -> Training:
         with autocast(config, device):
             return workload.loss(model, batch)
 
-    # State: from here on as the run's checkpoint has it -----------------------------------------------------------
+    # State: `job.track` restores it from the checkpoint -----------------------------------------------------------
     optimizer = method.wrap_optimizer(plain, build_optimizer(plain, config, device))
-    # fp16 loses small gradients unless the loss is scaled up
+    # In fp16 small gradients become zero unless the loss is scaled up
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     if run.newest is not None:
         job.saving.say_changed("parallel", run.newest.record["config"]["parallel"], config.parallel)
@@ -111,8 +111,8 @@ def build(config: Config, job: Job, method: Method) -> Training:
 
 
 def build_order(config: Config, group: Group, workload: Workload) -> EpochSampler:
-    """The order of the training samples. Raises UserError where ranks have different data, or fewer samples than a
-    batch."""
+    """Return the order of the training samples. Raises UserError if ranks have different data, or if there are fewer
+    samples than a batch needs."""
     group.must_match(
         "the data", f"{workload.data_name}, {len(workload.train)} + {len(workload.evaluation)} samples",
         remedy="Give all nodes the same files, or set --data-dir.",
@@ -124,7 +124,7 @@ def build_order(config: Config, group: Group, workload: Workload) -> EpochSample
 
 
 def batches_to_end(t: Training) -> Iterator[list[tuple[float, Any]]]:
-    """This rank's batch of each step that is left, in micro-batches."""
+    """Yield this rank's part of each remaining global batch, as a list of micro-batches."""
     job = t.job
     for _ in job.epochs(-(-t.total_steps // t.steps_per_epoch) if job.step_number < t.total_steps else 0):
         for batches in job.batches(t.train_loader):
@@ -134,16 +134,16 @@ def batches_to_end(t: Training) -> Iterator[list[tuple[float, Any]]]:
 
 
 def step(t: Training, batches: list[tuple[float, Any]]) -> None:
-    """One optimizer update from micro-batches, each with the multiple of its size that this rank's whole batch has."""
+    """Do one optimizer step. `batches`: (size of this rank's batch / size of the micro-batch, the micro-batch)."""
     config, job = t.config, t.job
     if config.recompute_every_steps and job.step_number % config.recompute_every_steps == 0:
         job.recompute(lambda batch: t.loss(t.plain, to_device(batch, job.device)), batches[0][1])
     total = torch.zeros((), device=job.device)
     for number, (parts, batch) in enumerate(batches, 1):
         with t.method.micro_batch(t.model, last=number == config.accumulate):
-            # Each sample counts once: a mean over n of N samples counts n * world_size / N times
+            # Weight each sample equally: multiply a mean over n of the N global samples by n * world_size / N
             loss = t.loss(t.model, to_device(batch, job.device)) / (parts / job.weight)
-            with job.backward(loss):  # it holds the all-reduce of the gradients
+            with job.backward(loss):  # includes the all-reduce: a rank that waits there does not count as slow
                 t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach().to(job.device)
     t.method.wait_for_gradients(t.optimizer)
@@ -155,17 +155,17 @@ def step(t: Training, batches: list[tuple[float, Any]]) -> None:
 
 
 def evaluate_and_save(t: Training) -> None:
-    """After a step, and before the first: what is due there. Raises Stopped, see `evaluate_and_report`."""
+    """Evaluate and save if either is due at this step. Called before the first step and after each. Raises Stopped."""
     config, job, progress = t.config, t.job, t.job.position
     due = progress.step >= t.total_steps or progress.step % (t.steps_per_epoch * config.evaluate_every_epochs) == 0
     if due and progress.step > progress.evaluated:
         evaluate_and_report(t)
     if progress.step < t.total_steps and (due or progress.step % (config.save_every_steps or t.steps_per_epoch) == 0):
-        job.save()  # the last one is `job.finish`'s
+        job.save()  # `job.finish` saves the last checkpoint
 
 
 def evaluate_and_report(t: Training) -> None:
-    """Evaluate the weights of this step. Raises Stopped, after a save, if any rank was asked to stop meanwhile."""
+    """Evaluate the current weights and log the result. If a rank is asked to stop meanwhile, save and raise Stopped."""
     config, job = t.config, t.job
     with job.phase("evaluation", config.eval_timeout_s):
         result = evaluate(config, job.group, t.workload, t.plain, job.eval_batches(t.eval_loader, pad=True))

@@ -1,15 +1,15 @@
-"""The one program: `python -m train.main COMMAND`, `torchrun train/main.py train`, `rankup train`.
+"""The program that every launch file starts: `python -m train.main COMMAND`, `torchrun train/main.py train`.
 
-The whole line is understood before anything runs; torch is imported by the command that needs it. Which rank this is,
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; rankup reads them. Every end has its exit code.
+It parses the whole command line before it runs anything. Only the commands that need torch import it. RANK, LOCAL_RANK,
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which rank this process is. rankup reads them. For exit codes see README.md.
 """
 
 import sys
 from pathlib import Path
 
 if not __package__:
-    # Started as a file: Python put this folder on the path, where `log` or `data` would be taken for the user's own.
-    # This folder is the package `train`, and `rankup.program` in an installed rankup
+    # This file was started by its path, so Python put this folder on sys.path. There its modules, such as `data`, would
+    # hide the user's. Import the folder as a package instead: `train`, or `rankup.program` in an installed rankup
     _here = Path(__file__).resolve().parent
     _above = _here.parents[1] if (_here.parent / "__init__.py").exists() else _here.parent
     sys.path[:] = [str(_above), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
@@ -20,22 +20,22 @@ import rankup
 if __name__ == "__main__":
     _program = rankup.Program()
     if sys.argv[1:2] not in (["status"], ["logs"], ["stacks"], ["explain"], ["export"]):  # which only read
-        # Before anything slow is imported: a process that is stopped while it starts must neither die of the signal,
-        # with a traceback for SIGINT, nor sit out a grace period
+        # Handle signals before the slow imports. By default SIGINT prints a traceback, SIGTERM kills the process, and
+        # the first process of a container ignores SIGTERM until it is killed at the end of the grace period
         _program.begin()
 
 from .commands import COMMANDS
 from .commands.line import help_text, parse_args
 from .config import load_config
 
-# Imported once, by the process that forks the ranks of a node
+# The fork server of a node imports these modules once, so that its ranks do not have to
 __preload__ = [
     ".loop", ".parallel.methods", ".workloads.images", ".workloads.text", "fire", "torch.utils.tensorboard"
 ]
 
 
 def main(argv: list[str] | None = None, *, program: rankup.Program | None = None) -> int:
-    """Understand the line, run its command, and return its exit code. `program`: this process, by default a new one."""
+    """Parse the command line, run its command, and return the exit code. `program`: this process; None makes one."""
     argv = sys.argv[1:] if argv is None else argv
     program = program or rankup.Program()
     if argv and argv[0] in rankup.cli.COMMANDS and argv[0] not in COMMANDS:

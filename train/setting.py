@@ -1,4 +1,4 @@
-"""What a setting is. Data sets, workloads and methods declare their own. No torch here."""
+"""How settings are declared. Data sets, workloads and methods declare their own settings. No torch here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Settings(BaseModel):
-    """Settings, each checked by itself, and immutable."""
+    """Base class of settings. They are immutable, and pydantic checks each one by itself."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def setting(default: Any, help: str, *, free: bool = False, rule: str = "", of: str = "", **limits: Any) -> Any:
-    """A field of Settings, or of a command's options.
+    """Declare a field of `Settings` or an option of a command.
 
-    `free`: it may change when a run is resumed, since it does not affect the result. `rule`: what it must be, in place
-    of pydantic's words. `of`: the choice of another setting that alone has it, as `--dataset fake`, or several with
-    "or" between them. `limits`: pydantic's own (ge, lt, ...).
+    `help`: the line that --help shows. `free`: a resumed run may change this setting, because it does not affect the
+    result. `rule`: what the value must be, for error messages; by default pydantic's words. `of`: the choices that use
+    this setting, such as `--dataset fake`, joined by "or"; empty: all do. `limits`: pydantic's limits (ge, lt, ...).
     """
     facts: dict[str, Any] = {"free": free, "rule": rule, "of": of}
     return Field(default, description=help, json_schema_extra=facts, **limits)

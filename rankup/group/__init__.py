@@ -1,1 +1,1 @@
-"""The ranks of one membership, connected: how a rank meets the others, and learns that one is lost."""
+"""The group: how a rank connects to the other ranks of its membership, and how it learns that one of them is lost."""

@@ -1,7 +1,7 @@
 """The group of ranks: this rank's place in it, and a few collectives over host memory.
 
-Values travel as JSON, or as tensors that `torch.load(weights_only=True)` reads. torch's own collectives of objects
-unpickle what arrives, so any sender could run code here, and anybody in the network may connect to a rank's ports.
+Values travel as JSON, or as tensors that `torch.load(weights_only=True)` reads. torch's own object collectives unpickle
+what they receive. Anybody in the network can connect to a rank's ports, and could run code in the rank that way.
 """
 
 import dis
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 class Group:
-    """This rank's place among all ranks, and the collectives.
+    """This rank's place among all ranks, and the collectives. A context manager that leaves the group at its end.
 
-    Every collective waits on the host, never on the device. If another rank is lost, it raises torch's error, and the
-    end of the block turns that into a PeerLost that names the rank.
+    Every collective waits on the host, never on the device. If another rank is lost, a collective raises torch's error,
+    and the end of the block turns that error into a PeerLost that names the rank.
 
-    `hosts`: by rank. `restarted`: whether any rank's process was. `settings`: what must be the same on all ranks.
-    `backend`: of torch's process group. `store`: once the ranks have met.
+    `hosts`: host names by rank. `restarted`: whether any rank's process was restarted. `settings`: values that must be
+    equal on all ranks. `backend`: torch's name for it. `store`: torch's store, None until the ranks have met.
     """
 
     settings: Mapping[str, str]
@@ -51,13 +51,13 @@ class Group:
 
     @property
     def attempt(self) -> str:
-        """The id of this attempt, rank 0's on all ranks once they have met."""
+        """The id of this attempt. Once the ranks have met, all of them have rank 0's id."""
         return self.status.attempt
 
     def stops_before(self, step: int) -> bool:
-        """Say that this rank is about to begin `step`. Returns whether all ranks stop before it instead.
+        """Announce that this rank is about to begin `step`, and return whether all ranks stop before it instead.
 
-        Without any collective, see `rankup.agent.record`. Waits some milliseconds where they are just agreeing on it.
+        This needs no collective, see `rankup.agent.record`. It waits some milliseconds while the ranks agree on a step.
         """
         while (may_begin := self.record.may_begin(step)) is None:
             time.sleep(STOP_S)
@@ -75,7 +75,7 @@ class Group:
             raise failure from error
 
     def close(self) -> None:
-        """Leave after success, all ranks together. Raises what `fail` returns if another rank does not come."""
+        """Leave after success, together with all ranks. If another rank does not come, raise what `fail` returns."""
         try:
             self.barrier()
             self.watch.quiet = True
@@ -90,17 +90,17 @@ class Group:
             raise failure from error
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the other ranks that this rank ends with `error`. Returns the cause behind it.
+        """Tell the other ranks that this rank ends with `error`, and return the cause of `error`.
 
-        A rank that fails exits at once: torch's own teardown may wait for the dead.
+        A rank that fails must exit at once, because torch's own teardown may wait for dead ranks.
         """
-        self.watch.exit_within(PEER_LOST)  # the phase that failed is over, its deadline must not cut this short
+        self.watch.exit_within(PEER_LOST)  # replaces the deadline of the failed phase, which might pass meanwhile
         failure = error
         if self.watch.connected and broke_collective(error):
             self.log.debug(f"{type(error).__name__}: {error}")
             failure = self.watch.loss(self.watch.suspects())
         self.watch.exit_within(exit_code(failure))
-        # Report before leaving: the others look here for the cause when their collectives break
+        # Report before leaving: when the others' collectives break, the others look for the cause in this report
         self.watch.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None))
         self.watch.end()
         return failure
@@ -108,18 +108,18 @@ class Group:
     # Collectives ------------------------------------------------------------------------------------------------
 
     def collective(self, call: Callable[[], T]) -> T:
-        """Return `call()`, which waits for other ranks. While it waits, nobody takes this rank for the slow one."""
+        """Return `call()`, which waits for other ranks. Mark this rank as waiting, so that nobody suspects it."""
         self.record.waiting = True
         result = call()
         self.record.waiting = False
         return result
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
         self.max(0)
 
     def max(self, value: int) -> int:
-        """The largest `value` of all ranks, an int32."""
+        """Return the largest `value` of all ranks. Values must fit into an int32."""
         if self.world_size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.int32)
@@ -127,46 +127,44 @@ class Group:
         return int(tensor.item())
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a host tensor of any shape over all ranks, in place."""
+        """Sum a host tensor over all ranks, in place, and return it. It has the same shape on all ranks."""
         if self.world_size > 1:
             self.collective(lambda: dist.all_reduce(tensor))
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, which JSON can hold, in the order of the ranks. A tuple arrives as a list.
+        """Return every rank's `value`, by rank. Values travel as JSON: a tuple arrives as a list.
 
-        Raises TypeError for what JSON can't hold.
+        Raises TypeError for a value that JSON can't hold.
         """
         data = json.dumps(value).encode()
         if self.world_size == 1:
             return [json.loads(data)]
-        longest = self.max(len(data))  # all parts of an all-gather have one size
+        longest = self.max(len(data))  # all-gather needs parts of equal size
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)  # of bytes torch would warn
+        own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)  # torch warns of read-only bytes
         self.collective(lambda: dist.all_gather(parts, own))
-        return [json.loads(part.numpy().tobytes()) for part in parts]  # white space at the end is no harm
+        return [json.loads(part.numpy().tobytes()) for part in parts]  # JSON ignores the padding, which is spaces
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
-        """The `value` of rank `source`, which JSON can hold, on all ranks. A tuple arrives as a list.
-
-        The other ranks' values are ignored. Raises TypeError on `source` for what JSON can't hold.
+        """Return rank `source`'s `value` on all ranks, and ignore the others. It travels as JSON: a tuple arrives as a
+        list. Raises TypeError on `source` for a value that JSON can't hold.
         """
         data = json.dumps(value).encode() if self.rank == source else b""
         return json.loads(self.broadcast_bytes(data, source=source))
 
     def broadcast_tensors(self, value: Any, *, source: int = 0) -> Any:
-        """The same with tensors and plain values in lists and dicts, which arrive on the CPU.
-
-        Raises pickle.UnpicklingError for anything else: no class and no function that arrives is called.
+        """Return rank `source`'s `value` on all ranks: tensors and plain values in lists and dicts. Tensors arrive on
+        the CPU. Raises pickle.UnpicklingError for anything else, and so never calls code that another rank names.
         """
         sent = io.BytesIO()
         if self.rank == source:
             torch.save(value, sent)
         received = io.BytesIO(self.broadcast_bytes(sent.getvalue(), source=source))
-        return torch.load(received, map_location="cpu", weights_only=True)  # every rank would fill cuda:0
+        return torch.load(received, map_location="cpu", weights_only=True)  # otherwise every rank would fill cuda:0
 
     def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
-        """The `data` of rank `source` on all ranks. The other ranks' data are ignored."""
+        """Return rank `source`'s `data` on all ranks, and ignore the other ranks' data."""
         if self.world_size == 1:
             return data
         size = torch.tensor(len(data))
@@ -179,8 +177,8 @@ class Group:
         return bytes(content)
 
     def must_match(self, what: str, value: str, *, remedy: str) -> None:
-        """Raise UserError on every rank if `value` differs between ranks. The message names the first rank that
-        differs."""
+        """Raise UserError on every rank if `value` differs between ranks. The message names the first rank that differs
+        from rank 0, describes the value as `what`, and ends with `remedy`."""
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -191,10 +189,10 @@ class Group:
                 )
 
     def on_rank0(self, work: Callable[[], Any], *, source: int = 0) -> Any:
-        """Call `work` on rank 0, or on rank `source`, and return its result, see `broadcast`. All ranks call this.
+        """Call `work` on rank `source`, and return its result on all ranks, see `broadcast`. All ranks call this.
 
-        UserError and PeerLost of `work` are raised on all ranks: otherwise a rank that waits for rank 0's result would
-        wait until a deadline. Any other error is a fault: it ends rank 0, and the others lose their peer.
+        If `work` raises UserError or PeerLost, all ranks raise it; otherwise they would wait for the result until a
+        deadline passes. Any other error is a fault of the program: it ends rank `source`, and the others lose a peer.
         """
         result, failure = None, ("", "")
         if self.rank == source:
@@ -209,9 +207,9 @@ class Group:
 
 
 def broke_collective(error: BaseException) -> bool:
-    """Whether a collective raised `error` because a peer is gone. It does not say which, nor why."""
+    """Return whether a collective raised `error` because a peer is gone. The error names neither peer nor cause."""
     if isinstance(error, JoinError | PeerLost):
-        # Who raised it knows more: of a DataLoader's worker that died, for one, whose connection is reset as well
+        # The code that raised these errors knew the cause, such as a dead DataLoader worker that reset its connection
         return False
     if isinstance(error, dist.DistError):
         return True
@@ -220,9 +218,9 @@ def broke_collective(error: BaseException) -> bool:
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
-    # All collectives are in C++. A `raise` may say "Connection reset by peer" too, in a DataLoader's worker for one
+    # All collectives are C++. A Python `raise` may also say "Connection reset by peer", for instance in DataLoader
     by_python = place is None or dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
     if by_python and not type(error).__module__.startswith("horovod."):
         return False
-    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
+    # A failed check in gloo, such as for sizes that differ, is a fault of the program, although it names a connection
     return bool(LOST_PEER.search(str(error))) and "enforce fail" not in str(error)

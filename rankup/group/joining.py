@@ -1,6 +1,6 @@
-"""Joining the group: this rank's device and torch backend, and the steps by which the ranks form one group.
+"""Joining the group: choose this rank's device and torch backend, and connect all ranks into one group.
 
-Agents meet before they start ranks. Ranks that another launcher started meet by themselves, see `rankup.group.member`.
+Agents meet before they start ranks. Ranks of another launcher meet without an agent, see `rankup.group.member`.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog, describe
 from rankup.timing import FORM_S, TORCH_S, WATCHDOG_LATER_S
 
-# A digest of the files as they are imported, not as they are when ranks meet: a rank may be forked from a process that
-# has imported them days ago
+# A digest of the library's files, taken at import and not when ranks meet: a rank may be forked from a process that has
+# imported them days ago, and they may have changed on disk since
 VERSION = hashlib.sha256(b"".join(
     file.read_bytes() for folder in rankup.__path__ for file in sorted(Path(folder).rglob("*.py"))
 )).hexdigest()[:12]
@@ -43,9 +43,9 @@ VERSION = hashlib.sha256(b"".join(
 def start(
     launch: RankEnv, run_dir: Path, *, settings: Mapping[str, str], device: str | None, stop: StopRequest
 ) -> Group:
-    """A group of which only this rank is known yet. For the arguments see `Program.join`."""
-    if not faulthandler.is_enabled():  # a crash in C++ then leaves the line of Python that it came from in the log
-        with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # no stderr with a file behind it
+    """Return a group that knows only this rank so far. `Program.join` describes the arguments."""
+    if not faulthandler.is_enabled():  # after a crash in C++, the log then shows the Python line that led to it
+        with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr may have no file
             faulthandler.enable()
     record = Record.at(launch.agent["record"]) if launch.agent else Record.new(launch.rank)
     status = StatusFile(run_dir, launch)
@@ -58,7 +58,7 @@ def start(
 
 
 def pick_device(wanted: str | None, local_rank: int) -> torch.device:
-    """The device of this rank: None takes the accelerator if there is one, else the CPU. Raises UserError."""
+    """Select this rank's device: `wanted`, or the accelerator if there is one, else the CPU. Raises UserError."""
     found = None if wanted == "cpu" else torch.accelerator.current_accelerator(check_available=True)
     kind, _, index = (wanted or (found.type if found else "cpu")).partition(":")
     if kind == "cpu":
@@ -68,7 +68,7 @@ def pick_device(wanted: str | None, local_rank: int) -> torch.device:
     count = torch.accelerator.device_count()
     number = int(index) if index else local_rank
     if number >= count:
-        # Slurm's --gpus-per-task=1 shows each task one device, numbered 0. Two ranks on one device are found later.
+        # Slurm's --gpus-per-task=1 shows each task one device, number 0. `check_devices` finds ranks that share one.
         if count > 1 or index:
             raise UserError(
                 f"local rank {local_rank} must have a device of its own, got {count} visible {kind} devices. Start at "
@@ -80,7 +80,7 @@ def pick_device(wanted: str | None, local_rank: int) -> torch.device:
 
 
 def pick_backend(device: torch.device) -> str:
-    """gloo for host memory always, beside the device's own: flags and checkpoints travel without the device."""
+    """Return gloo for host memory plus the device's own backend. Flags and checkpoints travel without the device."""
     own = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
     return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
@@ -89,8 +89,8 @@ def pick_backend(device: torch.device) -> str:
 
 
 def join(group: Group, *, timeout_s: float) -> None:
-    """All of them. For the arguments, and what it raises, see `Program.join`."""
-    if group.world_size == 1:  # with a store in memory, which reaches nobody and needs no port
+    """Take all steps. `Program.join` describes the arguments and what this raises."""
+    if group.world_size == 1:  # a store in memory needs no port
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(group.backend, store=store, rank=0, world_size=1)
         return
@@ -101,8 +101,8 @@ def join(group: Group, *, timeout_s: float) -> None:
 
 
 def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.socket | None]:
-    """First step: find the others, and begin to watch each other. Returns the commit, and on the rank that is to serve
-    torch's store its listener. Raises JoinError naming who is missing or what is in the way, and UserError where ranks
+    """First step: find the other ranks, and begin to watch each other. Returns the commit and, on the rank that serves
+    torch's store, its listener. Raises JoinError, which names the missing ranks or the obstacle, and UserError if ranks
     differ or the port cannot be used."""
     group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
     line: Any
@@ -112,7 +112,7 @@ def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.s
         line = AgentLine(agent, group.watch.hear)
         group.stop.hear(line.fileno, line.receive)
     else:
-        from rankup.group.member import MemberLine  # ranks of an agent do without it
+        from rankup.group.member import MemberLine  # imported late: ranks of an agent do not need it
 
         line = MemberLine(group, timeout_s=timeout_s)
         commit = line.join()
@@ -124,26 +124,26 @@ def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.s
 
 
 def form(group: Group, commit: Mapping[str, Any], listener: socket.socket | None, *, timeout_s: float) -> None:
-    """Second step: torch's store and process group, with gloo for host memory always. Raises JoinError and PeerLost.
-    `commit`, `listener`: what `meet` returns."""
+    """Second step: create torch's store and process group. `commit` and `listener` come from `meet`. Raises JoinError
+    if that fails, and PeerLost if a rank is lost meanwhile."""
     timeout = timedelta(seconds=TORCH_S)
     try:
         with contextlib.ExitStack() as lookups:
             lookups.enter_context(no_name_lookups())
             group.store = open_store(commit, listener, timeout_s=timeout_s)
-            if listener is None:  # who serves it looks up no names until all clients have come
+            if listener is None:  # the rank that serves the store looks up no names until all clients are connected
                 lookups.close()
-            # What is left takes seconds, unless a rank has just died, which gloo waits for
+            # The rest takes seconds, unless a rank has just died: gloo waits for that rank
             form_s = min(timeout_s, FORM_S + group.world_size / 10)
             group.watch.enter("join", form_s + WATCHDOG_LATER_S)
-            # Else torch ends this process when nccl misses a peer, while it writes the last finished step
+            # Otherwise torch would end this process after an nccl error, while it still writes the last finished step
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-            group.store.set_timeout(timeout)  # nccl waits with it for the id that it exchanges at the first step
+            group.store.set_timeout(timeout)  # also limits how long nccl waits for its id at the first step
             dist.init_process_group(
                 group.backend, store=group.store, rank=group.rank, world_size=group.world_size, timeout=timeout
             )
-            # It uses each connection of gloo's that a step uses. gloo takes whoever sends the right number for the
-            # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
+            # The barrier uses every gloo connection that a step uses. gloo accepts any process that sends the number of
+            # the expected peer. A peer whose place is taken that way must fail here, not in a step
             dist.barrier() if group.backend == "gloo" else group.barrier()
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")
@@ -157,7 +157,7 @@ def form(group: Group, commit: Mapping[str, Any], listener: socket.socket | None
 
 
 def open_store(commit: Mapping[str, Any], listener: socket.socket | None, *, timeout_s: float) -> TCPStore:
-    """torch's store, at the address that the commit names. Raises RuntimeError where what answers there is no store."""
+    """Open torch's store at the commit's address. Raises RuntimeError if something else than a store answers there."""
     return TCPStore(
         commit["ip"], commit["port"], timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
         is_master=listener is not None, master_listen_fd=listener.detach() if listener is not None else None,
@@ -165,7 +165,7 @@ def open_store(commit: Mapping[str, Any], listener: socket.socket | None, *, tim
 
 
 def check_settings(group: Group) -> None:
-    """Raises UserError where ranks differ in code or settings. Without an agent their meeting has seen to that."""
+    """Raise UserError if ranks differ in code or settings. Ranks without an agent have compared them when they met."""
     digest = hashlib.sha256(json.dumps(dict(group.settings), sort_keys=True).encode()).hexdigest()
     if group.launch.agent is not None and len({*group.gather(digest)}) > 1:
         for name in dict.fromkeys(name for names in group.gather([*group.settings]) for name in names):
@@ -174,8 +174,8 @@ def check_settings(group: Group) -> None:
 
 
 def check_devices(group: Group) -> None:
-    """Raises UserError where two ranks use one GPU: nccl would report "Duplicate GPU detected" much later, and gloo
-    would just be slow."""
+    """Raise UserError if two ranks use one GPU. Otherwise nccl would report "Duplicate GPU detected" much later, and
+    gloo would only be slow."""
     if group.device.type != "cuda":
         return
     owners: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""For a rank that another launcher started: it is a member of the meeting itself, and rank 0 leads.
+"""How a rank without an agent takes part in the meeting: it is a member itself, and rank 0 is the leader.
 
-Members meet at the master's port, or at the place that the launcher's store or a file names. Ranks of an agent do not
-need this.
+Another launcher started this rank. Members meet at the master's port, or at the address that the launcher's store or a
+file holds.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ LEADER = "rankup/leader"  # in the launcher's store: the port where the leader l
 
 
 class MemberLine:
-    """The line of such a rank to the others. One thread serves it. `listener`: for torch's store, where this rank is to
-    serve it, once it has joined."""
+    """The connection of a rank without an agent to the other ranks. One thread serves it. `listener`: the socket for
+    torch's store, on the rank that serves the store, once the rank has joined."""
 
     def __init__(self, group: Group, *, timeout_s: float) -> None:
         self.group, self.log = group, group.log
@@ -58,30 +58,30 @@ class MemberLine:
             self._leader = Leader(me, say=self.log.warning, prepare=self._prepare, hear=self._hear_member)
         self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
         self._loop: asyncio.AbstractEventLoop
-        self._member = False  # of a membership
+        self._member = False  # whether this rank belongs to a membership
         self.listener: socket.socket | None = None
         self._file = Path(launch.file) if launch.file else None
         self._board: TCPStore | None = None  # the launcher's store
         if launch.agent_store:
-            # It outlives its ranks, whose agents may count restarts differently: the newest leader stands there. Its
-            # name is looked up before: a store that connects asks no resolver
+            # The launcher's store outlives its ranks, and always holds the newest leader, however the launcher's agents
+            # count restarts. Look up its name first: name lookups are off while TCPStore connects
             place = launch.master_addr, launch.master_port
             with contextlib.suppress(OSError), socket.create_connection(place, timeout=CONNECT_S) as found:
                 place = str(found.getpeername()[0]), launch.master_port
             with no_name_lookups():
                 self._board = TCPStore(*place, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-        self._port = 0 if self._file or self._board else launch.master_port  # 0: one that the system picks
-        # With all ranks on this machine nobody else needs to come in
+        self._port = 0 if self._file or self._board else launch.master_port  # 0: the system picks a port
+        # If all ranks are on this machine, listen only on the loopback interface
         alone = launch.master_addr == "127.0.0.1" and launch.local_world_size == launch.world_size
         self._ip = "127.0.0.1" if alone and not self._file else ""
 
     def join(self) -> Mapping[str, Any]:
-        """Returns the commit: n, hosts as [host, number of ranks] in the order of ranks, and what `_prepare` says.
-        Raises as `meet` does."""
+        """Meet the other ranks. Returns the commit: `n`, `hosts` as pairs [host, number of ranks] in the order of
+        ranks, and what `_prepare` returns. Raises what `meet` raises."""
         if self._leader is not None:
             where = self.launch.file or f"{self.launch.master_addr}:{self.launch.master_port}"
             self.log.info(f"waiting for {self.launch.world_size} ranks at {where}")
-            # Rank 0 holds several connections of each rank. Most systems allow 1,024 at first, and more if asked
+            # Rank 0 holds several connections per rank. The soft limit of open files is often 1,024; raise it
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         threading.Thread(target=self._run, name="line", daemon=True).start()
@@ -89,13 +89,13 @@ class MemberLine:
         if isinstance(found, Exception):
             raise found
         if self._file and self._leader is not None:
-            self._file.unlink(missing_ok=True)  # all have met: nobody needs it any more
+            self._file.unlink(missing_ok=True)  # all ranks have met and no longer need the file
         return found
 
     def say(self, kind: str, **values: Any) -> bool:
-        """To the leader. Any thread. Returns False where it reached nobody."""
+        """Send a message to the leader, from any thread. Returns False if nobody received it."""
         said: queue.Queue[bool] = queue.Queue()
-        with contextlib.suppress(RuntimeError, queue.Empty):  # the loop has ended
+        with contextlib.suppress(RuntimeError, queue.Empty):  # the event loop has ended
             say = self._leader.take if self._leader is not None else self._attendance.say
             self._loop.call_soon_threadsafe(lambda: said.put(say(kind, **values)))
             return said.get(timeout=SAY_S)
@@ -120,13 +120,13 @@ class MemberLine:
             await in_thread(self._publish)
             watch = asyncio.create_task(self._leader.watch())
             await self._attendance.attend(self._hear)
-            await watch  # without end: the others still hear what it has to say
+            await watch  # never returns: the leader goes on informing the other members
         finally:
-            server.close()  # the end of the event loop does not
+            server.close()  # ending the event loop would not close it
 
     def _hear(self, event: Mapping[str, Any]) -> bool:
-        """Returns whether it is over: this process belongs to one membership, and must not come into the next one's
-        way."""
+        """Handle a message of the leader. Returns True if this member's part is over: the process belongs to one
+        membership only, and must not disturb the next one."""
         if event["is"] == "propose":
             os.environ.update(interface_variables(os.environ, event["ip"]))
             self._attendance.ready(event["n"])
@@ -137,23 +137,23 @@ class MemberLine:
             self.group.watch.hear(event)
         elif event["is"] == "over":
             kind = UserError if event["code"] == USER_MISTAKE else JoinError
-            # One rank of each machine prints it, and the one that it is about
+            # One rank per machine prints the text, and the rank that the text names
             quiet = self.launch.local_rank > 0 and self._attendance.me.who not in event["text"]
             self._commit.put(kind(event["text"], printed_elsewhere=quiet))
         return self._member and event["is"] in ("lost", "gone")
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
-        """The leader's side of a commit: open a port for torch's store, which the system picks."""
+        """Prepare a commit, on the leader: open a port for torch's store, which the system picks."""
         assert self._leader is not None
-        # Where others are told to look: the interface that the user has named need not be the one of the meeting
+        # Listen at the address that the others will get: the user may have chosen another interface than the meeting's
         self.listener = open_port(self._ip and (self._leader.me.ip or self._ip), 0)
-        # Where one rank was started again the job goes on, whatever rank 0 knows of that
+        # If the launcher restarted any rank, this is a restart of the job, even if rank 0's own count says otherwise
         restarts = max(member.restarts for member in self._leader.chosen)
         return {"port": self.listener.getsockname()[1], "job": self.group.attempt, "restarts": restarts}
 
     def _hear_member(self, member: Member, message: Mapping[str, Any]) -> None:
-        """Each rank is a process that is started anew by somebody else: a bad end is the end of all, this leader among
-        them. Whoever comes while its process still ends waits for the next one, also with other settings."""
+        """Handle a member's message, on the leader. The launcher restarts ranks, so one bad end ends all ranks, this
+        leader included. Ranks that arrive while this process ends wait for the next leader, whatever their settings."""
         assert self._leader is not None
         over = message["is"] == "lost"
         if message["is"] == "stop":
@@ -167,7 +167,7 @@ class MemberLine:
     # Where the leader is ------------------------------------------------------------------------------------------
 
     async def _leader_at(self) -> tuple[str, int]:
-        """Raises OSError where the leader has not said where it is, and UserError for a file of somebody else."""
+        """Return the leader's host and port. Raises OSError if nobody published them, and UserError as `_publish`."""
         if self._leader is not None:
             return "127.0.0.1", self._port
         if self._file or self._board is not None:
@@ -175,7 +175,7 @@ class MemberLine:
         return self.launch.master_addr, self.launch.master_port
 
     def _find(self) -> tuple[str, int]:
-        """In a thread, as `_publish`: a disk or a store may take seconds to answer."""
+        """Find the leader. Like `_publish`, this runs in a thread, because a disk or a store may take seconds."""
         if self._file:
             if found := read_place(self._file):
                 return found
@@ -189,7 +189,7 @@ class MemberLine:
             raise ConnectionError(f"nothing was heard from rank 0 at {where}") from None
 
     def _publish(self) -> None:
-        """On rank 0. Raises UserError for a file of somebody else; one of an earlier run is replaced."""
+        """Publish rank 0's address, in place of an earlier run's. Raises UserError if the file is not rankup's."""
         if self._board is not None:
             self._board.set(LEADER, str(self._port))
         elif self._file:
@@ -199,8 +199,8 @@ class MemberLine:
 
 
 def read_place(file: Path) -> tuple[str, int] | None:
-    """What rank 0 left there; None for no file, and for an empty one, as mktemp makes it. Raises UserError where it
-    is somebody else's, OSError where it can't be read."""
+    """Read the IP address and port that rank 0 left in `file`. Returns None if there is no file, or an empty one as
+    mktemp makes it. Raises UserError if the file holds something else, and OSError if it can't be read."""
     try:
         text = file.read_text(errors="replace")
         if not text:

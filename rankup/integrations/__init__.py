@@ -1,1 +1,1 @@
-"""Callbacks for training loops of other libraries. Each module imports its library, and nothing imports the modules."""
+"""Callbacks for the trainers of other libraries. Each module imports its library, and rankup imports none of them."""

@@ -1,14 +1,14 @@
-"""Lightning's Trainer with a job's promises.
+"""A callback that gives Lightning's Trainer the promises of a job.
 
     job = rankup.init("runs/mine")
     trainer = L.Trainer(..., strategy="ddp", callbacks=[RankupCallback(job)])
     trainer.fit(module, job.batches(loader))
     job.finish()
 
-All promises hold with one device and with ddp, not with FSDP, where the Trainer has max_epochs and the loader a length.
-A validation counts as part of a step; one during which a rank was lost is left out, and so is the step of
-ReduceLROnPlateau. All steps of several optimizers for one batch are one step. Lightning's own checkpoints, loggers and
-other callbacks stay as they are; their state is in no copy of ours.
+All promises hold with one device and with ddp, if the Trainer has max_epochs and the loader has a length. None hold
+with FSDP. Validation counts as part of a step. If a rank is lost during validation, neither it nor its step of
+ReduceLROnPlateau is repeated. If several optimizers step for one batch, these steps form one step of the job.
+Lightning's own checkpoints, loggers and other callbacks work as before, but rankup's copies do not hold their state.
 """
 
 import copy
@@ -20,9 +20,9 @@ from rankup import Job
 
 
 class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
-    """Tracks what the Trainer trains, and makes the optimizer's step for each batch a step of `job`.
+    """Tracks the model, optimizers and schedulers of the Trainer, and makes each batch's optimizer steps one step.
 
-    Raises rankup.errors.Stopped out of `Trainer.fit` when the job is asked to stop; do not catch it.
+    If the job is asked to stop, `Trainer.fit` raises `rankup.Stopped`, after a save. Do not catch it.
     """
 
     def __init__(self, job: Job) -> None:
@@ -39,7 +39,7 @@ class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
         self._follow(trainer)
 
     def _follow(self, trainer: Any, *_: Any) -> None:
-        """The job enters the epoch that the Trainer is in, and saves at the end of the one before."""
+        """Move the job to the Trainer's epoch. The job saves at the end of each epoch that it leaves."""
         while self.job.epoch < trainer.fit_loop.epoch_progress.current.processed:
             next(self._epochs, None)
 
@@ -49,7 +49,7 @@ class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
         self._values = {"loss": loss.detach()}
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        if not self._step.inside:  # a second optimizer of the same batch belongs to the same step
+        if not self._step.inside:  # a second optimizer's step for the same batch belongs to the same step of the job
             self.job.step(**self._values).__enter__()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -63,7 +63,7 @@ class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
 
 
 class Progress:
-    """Where Lightning's loop stood at the last finished step."""
+    """The progress of Lightning's loop as of the last finished step."""
 
     def __init__(self, loop: Any) -> None:
         self._loop = loop
@@ -76,10 +76,10 @@ class Progress:
         return self._committed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The loop, which has begun already, goes on as it does from a checkpoint of its own."""
+        """Continue the loop, which has already begun, from `state`, as Lightning does from its own checkpoints."""
         self._loop.load_state_dict(state)
         self._loop.reset()
         self._loop.epoch_progress.current.completed = self._loop.epoch_progress.current.processed
         if self._loop.epoch_loop.batch_progress.is_last_batch:
-            self._loop.reset_restart_stage()  # the next epoch begins as any other
+            self._loop.reset_restart_stage()  # the next epoch begins as in a run without a restart
         self.commit()

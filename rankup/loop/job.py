@@ -1,4 +1,4 @@
-"""`Job`, the interface for a loop: tracked state, steps, batches, copies, the stop. `rankup.init` makes one."""
+"""`Job`, the interface for your loop: tracked state, steps, batches, copies, stops. `rankup.init` returns one."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,10 +23,10 @@ from rankup.state.run import Run
 
 
 class Job:
-    """The job as this rank sees it. `rankup.init` returns it.
+    """The training job, as this rank sees it. `rankup.init` returns it.
 
-    `rank`, `local_rank`, `world_size`: who this is. `is_main`: rank 0. `device`: this rank's. `run_dir`: the folder.
-    `epoch`: where `job.epochs` stands. `program.md` has what only a program needs.
+    `rank`, `local_rank`, `world_size`: this rank's numbers. `is_main`: whether this is rank 0. `device`: this rank's
+    torch.device. `run_dir`: the run's folder, a Path. `program.md` describes what only a program with settings needs.
     """
 
     def __init__(self, group: Group, run: Run, settings: Settings) -> None:
@@ -42,39 +42,39 @@ class Job:
         self.live = Live(position, self.saving.loader_states)
         self.loop_is_over = False
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
-        self._batches: dict[int, Batches] = {}  # by the id of the loader, of this epoch and the one before
+        self._batches: dict[int, Batches] = {}  # by id of the loader, for loaders used in this epoch or the last one
         self._begun = False
         self._step = Step(self)
 
     @property
     def epoch(self) -> int:
-        """Where `job.epochs` stands; 0 without it."""
+        """The epoch that `job.epochs` is in, from 0; always 0 without `job.epochs`."""
         return self.live.epoch
 
     @property
     def step_number(self) -> int:
-        """How many steps of the run are finished."""
+        """The number of finished steps of the run, over all attempts."""
         return self.position.step
 
     @property
     def weight(self) -> float:
-        """The factor for a mean loss of this rank's part of the batch, so that the mean over the ranks is the mean over
-        the global batch: 1.0 if all parts are equal. It belongs to the newest batch. In a loop that reads several
-        loaders together, the iterator that `batches` returned for each has a `weight` of its own."""
+        """The factor for the mean loss of this rank's part of the newest batch. With it, the average over the ranks is
+        the mean over the global batch. It is 1.0 if all parts have the same size. If a loop reads several loaders
+        together, each object that `job.batches` returned has its own `weight`."""
         self.live.weight_asked = True
         return self.live.weight
 
     # State ----------------------------------------------------------------------------------------------------
 
     def track(self, **items: Any) -> None:
-        """Keep these in copies, and restore them where the run has a copy. All ranks call this, before the first step.
+        """Save `items` in every copy, and restore them now if the run has one. All ranks call this before any step.
 
-        An item is a module (bare, or inside DDP, DataParallel or torch.compile, or split by FSDP2), an optimizer, a
-        scheduler, a GradScaler, anything with `state_dict` and `load_state_dict`, or a dict, a list or a tensor, which
-        is filled in place. Several calls are allowed.
+        An item is a module (bare, inside DDP, DataParallel or torch.compile, or split by FSDP2), an optimizer, a
+        scheduler, a GradScaler, any object with `state_dict` and `load_state_dict`, or a dict, list or tensor, which
+        rankup fills in place. You may call `track` several times.
 
-        Raises UserError, with the path, for a value that a copy can't hold, and for an item that does not fit the copy
-        or differs between ranks.
+        Raises UserError for a value that a copy can't hold (the message gives its path), for an item that does not fit
+        the copy or differs between ranks, and after the first step.
         """
         group, run, tracked = self.group, self.run, self.tracked
         if self._begun:
@@ -94,7 +94,7 @@ class Job:
             self.saving.restore(run.newest, [*items])
         if self.world_size > 1:
             tracked.share_buffers()
-            if not tracked.split and run.newest is None:  # else all have restored the same
+            if not tracked.split and run.newest is None:  # otherwise all ranks have restored the same state
                 for name, digest in tracked.fingerprint().items():
                     group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
         self.draw_anew()
@@ -102,11 +102,11 @@ class Job:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Guard a change of tracked state between epochs: `with job.change(): best["accuracy"] = accuracy`.
+        """Change tracked state between epochs: `with job.change(): best["accuracy"] = accuracy`.
 
-        After a resume the code outside the loops over batches runs again. If a block took effect before, its changes
-        to tracked state are undone at its end, so that no change counts twice. Raises UserError inside a loop over
-        `job.batches` or `job.steps`, whose code does not run again: change the state inside `job.step` there.
+        After a resume, the code outside the loops over batches may run again. If the copy already contains a block's
+        changes, rankup undoes them when the repeated block ends, so that no change counts twice. Raises UserError
+        inside a loop over `job.batches` or `job.steps`, whose code does not run again: use `job.step` there.
         """
         live = self.live
         if live.running or self._step.inside or at_stop_iteration():
@@ -115,7 +115,7 @@ class Job:
                 "after one that has batches left. Move the change into the block of job.step, or use that loader up."
             )
         self.begin()
-        self.tracked.check_unchanged(after_epoch=True)  # else the block's commit would hide a change before it
+        self.tracked.check_unchanged(after_epoch=True)  # the block's commit would hide an earlier change
         again = live.changes_to_repeat > 0
         before = deepcopy(self.tracked.state()) if again else {}
         with self.commit_lock:
@@ -130,12 +130,12 @@ class Job:
         self._step.inside = False
 
     def save(self, *, wait: bool = False) -> None:
-        """Write a copy of the last commit, unless the newest one holds it. All ranks call this at the same step.
+        """Save a copy of the last commit, unless the newest copy holds it. All ranks call this at the same step.
 
-        A thread writes it while the training continues, unless `wait`. Raises UserError if the disk is full, and
-        PeerLost if another attempt owns the run by now.
+        A thread writes the copy while training continues; with `wait`, the call returns once the copy is complete.
+        Raises UserError inside `job.step` or if the disk is full, and PeerLost if another attempt has taken the run.
         """
-        if self._step.inside:  # what has changed there belongs to no step as yet
+        if self._step.inside:  # changes inside the block belong to no finished step yet
             raise UserError("save: it must stand outside job.step and job.change, got a call inside. Move it behind.")
         self.begin()
         if self.saving.save(wait=wait):
@@ -144,21 +144,21 @@ class Job:
     # The loop -------------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs 0 to `count` - 1, from the run's current epoch on. Saves at the end of each, unless
-        `save_every_steps` says otherwise.
+        """Iterate over the epochs up to `count` - 1, starting with the epoch in which the run stands. Each epoch ends
+        with a save, unless `save_every_steps` of `rankup.init` is set.
 
-        A resume from a copy that was made after the last batch of an epoch runs the rest of the body again, such as an
-        evaluation.
+        If the copy was made after the last batch of an epoch, a resume repeats the code after the loop over batches,
+        such as an evaluation. Raises Stopped, after a save, if the job was asked to stop.
         """
         self.begin()
         self.live.has_epochs = True
         while self.epoch < count:
             yield self.epoch
             self.stop_here()
-            # A loader that each epoch builds anew would stay alive, and its lasting workers with it
+            # Otherwise a loader that the script rebuilds in each epoch would stay alive, with its persistent workers
             self._batches = {key: each for key, each in self._batches.items() if each in self.live.begun}
             self.live.begin_epoch()
-            if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
+            if not self.live.fetched:  # otherwise the script holds gradients for its next step, and no copy has them
                 self.tracked.check_unchanged(after_epoch=True)
                 with self.commit_lock:
                     self.commit()
@@ -167,10 +167,10 @@ class Job:
         self.loop_is_over = True
 
     def steps(self, total: int) -> Iterator[int]:
-        """The number of finished steps before each step of a run of `total`, from where the run stands: for a loop that
-        has neither epochs nor a loader, or whose batches depend on the step alone.
+        """Iterate over the steps of a run of `total` steps, from the first unfinished one. Yields the number of steps
+        finished so far. Use it in a loop without epochs and loader, or whose batches depend only on the step.
 
-        The body enters `job.step` once in each pass. Raises Stopped, after a save, if the job was asked to stop.
+        The body enters `job.step` once per pass. Raises Stopped, after a save, if the job was asked to stop.
         """
         self.begin()
         self.course.total = total
@@ -179,7 +179,7 @@ class Job:
             before = -1
             while (step := self.step_number) < total:
                 self.stop_here()
-                if step == before:  # a body that has no job.step would go on for ever
+                if step == before:  # the body did not enter job.step, and would otherwise loop forever
                     self.tracked.check_unchanged()
                 before = step
                 yield step
@@ -188,14 +188,14 @@ class Job:
         self.loop_is_over = True
 
     def batches(self, loader: Any, *, any_order: bool = False) -> Batches:
-        """The batches of `loader` that this rank trains on. After a resume they begin with the next one.
+        """Iterate over this rank's part of each batch of `loader`. After a resume, start at the next unfinished batch.
 
-        A batch of a DataLoader is a global batch: each rank gets its part of it, see `weight`. A sampler that splits by
-        itself (DistributedSampler) stays as it is. The order depends on seed and epoch alone. `any_order`: the order
-        does not matter, so after a resume `loader` starts from its beginning.
+        A batch of a DataLoader is a global batch, of which each rank gets a part, see `weight`. With a sampler that
+        already splits the data (DistributedSampler), it is this rank's batch. The order depends only on seed and epoch.
+        `any_order`: the order does not matter, and a resume starts `loader` from its beginning.
 
-        Raises UserError for a loader that can't be replayed (see `rankup.loop.batches`), and if ranks draw different
-        orders. Raises Stopped if the job was asked to stop.
+        Raises UserError for a loader that can't be replayed (see `rankup.loop.batches`) or if ranks draw different
+        orders. Raises Stopped, after a save, if the job was asked to stop.
         """
         if id(loader) not in self._batches:
             source = source_of(loader, self.rank, self.world_size, any_order=any_order)
@@ -204,15 +204,16 @@ class Job:
                     "batches  a resume changes the random numbers that this loader's workers draw, unless its state "
                     "has them: keep a generator in the state of the data set"
                 )
-            self._batches[id(loader)] = Batches(self, source)  # which keeps the loader alive
+            self._batches[id(loader)] = Batches(self, source)  # keeps the loader alive, and so its id stays unique
         return self._batches[id(loader)]
 
     def eval_batches(self, loader: Any, *, pad: bool = False) -> Iterator[Any]:
-        """The batches of an evaluation: each sample of `loader` once over all ranks, which take batches in turn.
+        """Iterate over the batches of an evaluation. The ranks take batches in turn: together they get each sample of
+        `loader` once.
 
-        A rank may get one batch less than another. With `pad` it gets one more, with `job.weight` 0.0; models whose
-        forward pass waits for all ranks (FSDP2) need that. Leaves the random state as it was. Raises Stopped if the job
-        was asked to stop; with several ranks only if `pad`.
+        Some ranks may get one batch less than others. `pad` gives them one more batch, with a `job.weight` of 0.0, for
+        models whose forward pass waits for all ranks (FSDP2). Restores the random state afterwards. Raises Stopped,
+        after a save, if the job was asked to stop; with several ranks only if `pad`.
         """
         for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
             if self.world_size == 1:
@@ -223,33 +224,33 @@ class Job:
             yield batch
 
     def step(self, **values: Any) -> Step:
-        """`with job.step(loss=loss):` goes around everything that turns gradients into a finished step:
-        `optimizer.step()`, `scheduler.step()`, the scaler's update, EMA. Tracked state may change only inside. All
-        ranks enter it.
+        """Return a context manager for everything that turns gradients into a finished step: `with job.step(loss=loss):
+        optimizer.step(); scheduler.step()`, also `scaler.update()` and EMA. Tracked state may change only inside. All
+        ranks enter the block.
 
-        `values`: scalars of this rank. Every `log_every_steps` steps their mean over the ranks goes to `metrics.jsonl`
-        and TensorBoard as `train/<name>`. Only then do the ranks exchange them. All ranks give the same names. With
-        several ranks each block first waits for the GPU: the state on the host and the weights have to be of one step.
+        `values`: numbers or scalar tensors of this rank, with the same names on all ranks. Every `log_every_steps`
+        steps, the ranks exchange them, and rank 0 writes their mean to `metrics.jsonl` and TensorBoard as
+        `train/<name>`. With several ranks, each block first waits for the GPU, so that weights and host state agree.
 
-        At the end of the block the step is finished. Then rankup saves a copy if one is due, and seeds the random
-        numbers from seed, step and rank. Raises Stopped, after a save, if the job was asked to stop. If the block
-        raises, the step is not finished and the job can't continue.
+        When the block ends, the step is finished. Then rankup seeds the random numbers from seed, step and rank, and
+        saves a copy if one is due. Raises Stopped, after a save, if the job was asked to stop. If the block raises, the
+        step is not finished, and the job can't continue.
         """
         self._step.values = values
         return self._step
 
     def commit(self) -> None:
-        """What the loop has done is the state from now on. Inside `self.commit_lock`."""
+        """Make what the loop has done so far the state. The caller holds `self.commit_lock`."""
         position, live = self.position, self.live
         if live.epoch != position.epoch:
             position.changes = 0
-        live.changes_to_repeat = 0  # all that comes before this has run again
+        live.changes_to_repeat = 0  # every block of job.change before this commit has been repeated
         position.epoch, position.streams, position.loaders = live.epoch, [*live.streams], [*live.loaders]
         self.saving.loader_states = live.loader_states()
         self.tracked.commit()
 
     def begin(self) -> None:
-        """Once, before the first step: from here on the run goes on. All ranks call this."""
+        """Prepare the first step of this attempt; later calls do nothing. All ranks call this."""
         if self._begun:
             return
         self._begun = True
@@ -258,7 +259,7 @@ class Job:
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
         run.begin(step, lambda: self.figures.open(commit, changed=changed))
-        run.newest = None  # its copy of the state would stay in the memory of every rank
+        run.newest = None  # frees the restored state, which would stay in every rank's memory
         if self.tracked.items:
             self.tracked.warn_of_others(group.log.warning)
         group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
@@ -268,33 +269,33 @@ class Job:
         self.enter_step()
 
     def enter_step(self) -> None:
-        """The deadline of the next step begins."""
+        """Start the deadline of the next step."""
         group, timeout_s = self.group, self.settings.step_timeout_s
-        if group.record.entered == ("step", timeout_s):  # as between two steps
+        if group.record.entered == ("step", timeout_s):  # the usual case, between two steps
             group.record.begin_anew(self.position.step)
         else:
             group.watch.enter("step", timeout_s, step=self.position.step)
 
     def draw_anew(self) -> None:
-        """A random state of the step's, the newest batch's and the rank's own: a resumed run needs none of the past."""
+        """Seed from the step, the batches fetched since, and the rank, so that a resume needs no earlier state."""
         seed = derive_seed(self.settings.seed, self.position.step, self.rank)
         seed_everything(seed + self.live.fetched, self.device)
 
     def stop_here(self) -> None:
-        """Raises Stopped, after a save, where all ranks stop before the next step."""
+        """Save and raise Stopped if all ranks stop before the next step."""
         if not self.live.fetched and self.group.stops_before(self.position.step):
             raise self.stopped()
 
     def stopped(self) -> Stopped:
-        """Save, and return what to raise. All ranks come here at the same step."""
+        """Save, and return the error to raise. All ranks call this at the same step."""
         self.group.watch.settle()
         self.save(wait=True)
         return Stopped(self.saving.stopped())
 
     @contextlib.contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Wrap the backward pass of `loss` in this if `job.track` finds no DDP module. Otherwise rankup takes a rank
-        that waits there for the others for a slow one."""
+        """Wrap the backward pass of `loss` in this block if `job.track` gets no DDP module. Otherwise rankup counts the
+        time for which a rank waits for others in it as slow computation."""
         self.group.record.waiting = True
         self.clock.split_backward(loss)
         yield
@@ -305,16 +306,16 @@ class Job:
 
     @contextlib.contextmanager
     def phase(self, name: str, timeout_s: float) -> Iterator[None]:
-        """A deadline of `timeout_s` seconds for work outside a step: an evaluation, a download, a simulation."""
+        """Set a deadline of `timeout_s` seconds for work outside a step, such as an evaluation or a download."""
         self.group.watch.enter(name, timeout_s, step=self.position.step)
         yield
         self.enter_step()
 
     def log(self, **values: Any) -> None:
-        """Write the result of an evaluation at this step: `eval/<name>` in `metrics.jsonl` and TensorBoard.
+        """Write the results of an evaluation at this step as `eval/<name>` to `metrics.jsonl` and TensorBoard.
 
-        `values`: numbers or scalar tensors. Rank 0 writes its own; all ranks may call this. Raises UserError if the
-        disk is full.
+        `values`: numbers or scalar tensors. Only rank 0's values are written, but all ranks may call this. Raises
+        UserError if the disk is full.
         """
         self.begin()
         position = self.position
@@ -325,26 +326,25 @@ class Job:
         self.figures.metrics.write(evaluation(position.step, own))
 
     def gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank, in the order of the ranks: numbers, texts, tensors, and lists and dicts of these.
-        Tensors arrive on the CPU. All ranks call this."""
+        """Return the list of every rank's `value`, by rank. All ranks call this. A value consists of numbers, strings,
+        tensors of any shape, and lists and dicts of these. Tensors arrive on the CPU."""
         return [self.group.broadcast_tensors(value, source=rank) for rank in range(self.world_size)]
 
     def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> None:
-        """Let all ranks compute the loss and the gradients of rank 0's batch, and compare their bits. If a rank
-        differs, it computes wrongly, and the attempt ends with its name. Call it every few hundred steps, between two
-        steps, on all ranks. It takes about as long as a step without its exchange.
+        """Compute the loss and gradients of rank 0's batch on all ranks, and compare their bits. If a rank differs, its
+        machine computes wrongly, and PeerLost ends the attempt and names the rank. Call this on all ranks between two
+        steps, every few hundred steps. It takes about as long as a step without its exchange of gradients.
 
-        `loss(batch)` returns a scalar. It gets rank 0's `batch` on the CPU: tensors in lists, tuples and dicts. It must
-        give the same bits each time, and call the module without DDP around it (`model.module`). Ranks compare only the
-        loss of modules that FSDP2 has split. Buffers and random numbers are the same afterwards. With one rank there is
-        nothing to compare.
+        `loss(batch)` returns a scalar tensor. It gets rank 0's `batch` on the CPU: tensors in lists, tuples and dicts.
+        It must give the same bits each time, and call the module inside DDP (`model.module`). For modules that FSDP2
+        has split, ranks compare only the loss. Buffers and random state are restored. A single rank compares nothing.
         """
         self.agreement.recompute(loss, batch, step=self.position.step, split=self.tracked.split)
 
     def finish(self) -> None:
-        """Save, and leave the group: the last line of a script. All ranks call this.
+        """Save the last copy, and leave the group. All ranks call this, as the last line of a script.
 
-        A script may leave it out if `job.epochs` or `job.steps` has come to its end: then it runs when Python ends.
+        You may omit it if the loop over `job.epochs` or `job.steps` has ended: rankup then calls it when Python ends.
         """
         self.begin()
         self.group.watch.settle()

@@ -1,8 +1,8 @@
-"""Goodput: where the time of a run went over all its attempts, and which share went into steps that counted. No torch
-here.
+"""Goodput: the share of a run's time, over all attempts, that went into steps that counted, and where the rest went.
 
-Rank 0 of each attempt, or the agent of node 0, replaces `status/<attempt>/progress-*.json` every REPORT_S: after a kill
--9 the last report is at most that old. Goodput is computed from these files when somebody asks for it.
+Rank 0 of each attempt, or the agent of node 0, replaces `status/<attempt>/progress-*.json` every REPORT_S, so after a
+kill -9 the last report is at most that old. Goodput is computed from these files on demand. This module does not import
+torch.
 """
 
 import contextlib
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
     from rankup.group.group import Group
 
 KINDS = ("steps", "data", "evaluation", "saves", "lost steps", "start", "join", "waiting")
-# Which kind of time a phase of the watchdog's clock is; all others, set-up and imports among them, are "start"
+# The kind of time of each phase of the watchdog's clock. All other phases, such as set-up and imports, are "start"
 KIND_OF_PHASE = {
     "step": "steps", "data": "data", "evaluation": "evaluation", "save": "saves", "end": "saves", "join": "join",
 }
-TRAINING = ("steps", "data", "evaluation", "saves")  # what a run spends its time on once it trains
+TRAINING = ("steps", "data", "evaluation", "saves")  # the kinds of time of a run that has begun to train
 
 
 def read_reports(run_dir: Path) -> list[Report]:
-    """The last report of each attempt of the run that `run_dir` holds now, not of an earlier run there, in the order
-    in which they began."""
+    """Return the last report of each attempt of the run that `run_dir` holds now, in the order in which the attempts
+    began. Reports of an earlier run in that directory are left out."""
     names = {each.name for each in fields(Report)}
     found = [read_json(path) for path in run_dir.glob("status/*/progress-*.json")]
     whole = [Report(**each) for each in found if each.keys() == names]
     reports = sorted(whole, key=lambda report: report.began)
-    # A user's own script leaves no file that names the run: there it is the newest
+    # A script that does not import rankup leaves no run.json: take the run of the newest report
     newest = reports[-1].run if reports else ""
     run = read_json(run_dir / "run.json").get("run", newest)
     return [report for report in reports if report.run == run]
 
 
 def goodput(reports: list[Report]) -> dict[str, Any]:
-    """The share of the time of all attempts that went into steps that counted, and the shares of the rest, which are
-    rounded to four digits and add up to 1. `reports`: of `read_reports`, at least one.
+    """Return the share of the time of all attempts that went into steps that counted, and the share of each kind. The
+    shares are rounded to four digits and add up to 1. `reports`: what `read_reports` returned, at least one report.
 
-    A step that was lost and done again counts once: the time of the lost one is its attempt's mean time of a step, its
-    wait for data included. What an attempt spent in the step that it never finished, in a hang for one, is lost too.
-    `waiting` is the time between attempts; a run that had finished and then goes on to more epochs did not wait.
+    A step that was lost and done again counts once. A lost step costs the mean time of its attempt's steps, including
+    the wait for data. The time in a step that an attempt never finished, such as in a hang, is lost too. `waiting` is
+    the time between attempts. A finished run that later continues with more epochs did not wait.
     """
     seconds = dict.fromkeys(KINDS, 0.0)
-    kept_up_to = math.inf  # of the steps of an attempt, those that no later attempt has done again
+    kept_up_to = math.inf  # the last step that no later attempt has done again
     following: Report | None = None
     for report in reversed(reports):
         done = report.step - report.first_step
         kept = min(done, max(0, kept_up_to - report.first_step))
-        # Killed in its first step, an attempt has spent time on steps and finished none
+        # An attempt that was killed in its first step has spent time on steps but finished none
         lost = 1 - kept / done if done else float(following is not None)
         open_s = report.open_s if following is not None else 0.0
         for kind, spent in report.seconds.items():
@@ -70,7 +70,7 @@ def goodput(reports: list[Report]) -> dict[str, Any]:
             seconds[kind] += spent - lost_s
             seconds["lost steps"] += lost_s
         if following is not None and not report.finished:
-            seconds["waiting"] += max(0.0, following.began - report.time)  # below 0: clocks of two machines
+            seconds["waiting"] += max(0.0, following.began - report.time)  # may be negative if two clocks differ
         kept_up_to, following = min(kept_up_to, report.first_step), report
     wall_s = max(sum(seconds.values()), 1e-9)
     shares = {kind: round(spent / wall_s, 4) for kind, spent in seconds.items()}
@@ -78,7 +78,7 @@ def goodput(reports: list[Report]) -> dict[str, Any]:
 
 
 def one_line(found: dict[str, Any]) -> str:
-    """What `goodput` returned, for people: the share, and what else took one percent or more, rounded."""
+    """Return one line for what `goodput` returned: the share, and every other kind that rounds to 1 % or more."""
     rest = sorted(((share, kind) for kind, share in found["shares"].items() if kind != "steps"), reverse=True)
     parts = ", ".join(f"{kind} {share:.0%}" for share, kind in rest if round(100 * share))
     attempts = f"{found['attempts']} attempt{'s' if found['attempts'] > 1 else ''}"
@@ -86,7 +86,7 @@ def one_line(found: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Two units at most: 4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    """Return a duration in at most two units: 4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     whole = max(0, round(seconds))
     for large, small, first, second in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
         if whole >= large:
@@ -100,8 +100,8 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Course:
-    """How the training goes, as the loop says it. `total`: steps of the whole run, None where nobody knows. `unit`:
-    what is counted, in the plural, `per_step` of them a step."""
+    """The progress of the training, kept by the loop. `total`: the steps of the whole run, None if unknown. `unit`: the
+    plural of what the speed counts, such as "images". `per_step`: units in a step."""
 
     progress: Position
     first_step: int
@@ -111,7 +111,7 @@ class Course:
 
 
 def spent(group: "Group") -> dict[str, float]:
-    """Seconds of this attempt so far, by kind."""
+    """Return the seconds of this attempt so far, by kind."""
     seconds = dict.fromkeys(("start", *KIND_OF_PHASE.values()), 0.0)
     for phase, taken_s in group.watch.clock.seconds().items():
         seconds[KIND_OF_PHASE.get(phase, "start")] += taken_s
@@ -119,14 +119,14 @@ def spent(group: "Group") -> dict[str, float]:
 
 
 def speed(group: "Group", course: Course, step: int) -> float:
-    """Units per second since this attempt began, of training and its waits for data alone, with `step` steps done."""
+    """Return units per second of this attempt up to `step`. Only the time of steps and of waits for data counts."""
     seconds = spent(group)
     return (step - course.first_step) * course.per_step / max(seconds["steps"] + seconds["data"], 1e-9)
 
 
 class Reporter:
-    """A thread of rank 0 that reports beside the training. It reads numbers that the loop keeps anyway and takes part
-    in no collective, so it can neither delay a step nor fail one."""
+    """A thread of rank 0 that writes reports during training. It reads numbers that the loop keeps anyway, and calls no
+    collective, so it can neither delay a step nor make it fail."""
 
     def __init__(self, group: "Group", run: str, course: Course) -> None:
         self.group, self.run, self.course = group, run, course
@@ -138,22 +138,22 @@ class Reporter:
         self._thread.start()
 
     def end(self, *, finished: bool) -> None:
-        """The attempt ends, and the run with it if `finished`."""
+        """Write the last report, because the attempt ends. `finished`: the run ends with it."""
         self._finished = finished
         self._ended.set()
         self._thread.join(LAST_REPORT_S)
 
     def goodput(self) -> dict[str, Any]:
-        """Of the run, which ends now: later reports have the same times."""
+        """Return the goodput of the run, which ends now. Later reports repeat the times of this one."""
         self._last = self._look()
         earlier = [report for report in read_reports(self.group.run_dir) if report.began != self._began]
         return goodput([*earlier, self._last])
 
     def _report(self) -> None:
-        """In the thread. The last report is its too: the main thread must not wait for a disk that hangs."""
+        """Write reports, in the thread. It writes the last one too, so that a hanging disk can't block the main one."""
         ended = False
         while True:
-            with contextlib.suppress(OSError):  # a full disk: the next save says so
+            with contextlib.suppress(OSError):  # the next save reports a full disk
                 self._look().write(self.group.run_dir)
             if ended:
                 return
@@ -163,13 +163,13 @@ class Reporter:
         if self._last is not None:
             return replace(self._last, finished=self._finished)
         course, watch, seconds = self.course, self.group.watch, spent(self.group)
-        now = time.time()  # after `seconds`, which are never more than what has passed
+        now = time.time()  # read after `seconds`, so that these never exceed the time that has passed
         progress, here = course.progress, watch.record.read()
         step, done = progress.step, progress.step - course.first_step
         remaining_s = None
         if done and course.total is not None:
             remaining_s = round(sum(seconds[kind] for kind in TRAINING) / done * (course.total - step), 1)
-        # The watchdog's clock is younger than the process, which first imported what it needs
+        # The watchdog's clock starts later than the process, which imported its packages before
         seconds["start"] += max(0.0, now - self._began - sum(seconds.values()))
         metrics = {name: value for name, value in (progress.line or {}).items() if name.startswith("train/")}
         metrics |= {f"eval/{name}": value for name, value in (progress.metrics or {}).items()}

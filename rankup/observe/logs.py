@@ -1,7 +1,7 @@
-"""The command `logs`: what all ranks of a run wrote, by time. No torch here.
+"""The command `logs` prints what all ranks of a run wrote, in order of time. This module does not import torch.
 
-It only reads the files `logs/rank-N.log`, so it works while the run trains, and its memory does not depend on their
-size. Times have whole seconds: within one the ranks take turns, and each rank's lines keep their order.
+It only reads the files `logs/rank-N.log`, so it works while the run trains. Its memory does not grow with the files.
+Times are whole seconds. Within a second the ranks take turns, and the lines of each rank keep their order.
 """
 
 import json
@@ -21,13 +21,13 @@ from rankup.env.rank_env import ranges
 from rankup.errors import UserError
 from rankup.timing import FOLLOW_S, SAME_S
 
-TAIL = 1 << 12  # bytes of each file that --follow begins with
+TAIL = 1 << 12  # how many bytes at the end of each file --follow prints first
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 HEAD = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) (\S+) r\d+ ")
 
 
 class Record(NamedTuple):
-    """A line of a rank. `number`: its place among that rank's lines of the same second."""
+    """A line of a rank. `number`: the line's place among the rank's lines of the same second."""
 
     stamp: bytes
     number: int
@@ -39,16 +39,16 @@ class Record(NamedTuple):
 def logs(
     runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: bool = False, as_json: bool = False
 ) -> None:
-    """Print the lines of a run, see `find_run`; with `follow` until a signal ends the process. `rank`: such as "0-3,7".
-    `since`: such as "10m". Raises UserError where there is no such run, and for texts that can't be understood."""
+    """Print the lines of a run, see `find_run`. With `follow`, go on until a signal ends the process. `rank`: such as
+    "0-3,7". `since`: such as "10m". Raises UserError if there is no such run, or a text can't be understood."""
     wanted, first_s = wanted_ranks(rank), parse_since(since)
     folder = find_run(runs, run)
-    if not rank_logs(folder, () if follow else wanted):  # a rank may begin later
+    if not rank_logs(folder, () if follow else wanted):  # with --follow, a wanted rank may begin later
         raise UserError(f"RUN must be a run whose ranks have written, got no logs/rank-{rank or 'N'}.log in {folder}.")
     found: dict[Path, LogReader] = {}
     try:
         while True:
-            # What was not read yet, also of ranks that have begun to write
+            # Print what was not read yet, also of ranks that have begun to write since
             for path in rank_logs(folder, wanted):
                 if path not in found:
                     found[path] = LogReader(path, tail=TAIL if follow and not since else None)
@@ -58,7 +58,7 @@ def logs(
             if not follow:
                 return
             time.sleep(FOLLOW_S)
-    except BrokenPipeError:  # the reader has had enough, as `head` has
+    except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -66,8 +66,8 @@ def logs(
 
 
 def find_run(runs: Path, name: str) -> Path:
-    """The folder of the run `name`, which is in the folder `runs`, or is a folder itself; "" stands for the one whose
-    ranks wrote last. Raises UserError where there is none."""
+    """Return the folder of the run `name`, which is a name in the folder `runs` or a path. "" stands for the run whose
+    ranks wrote last. Raises UserError if there is no such run."""
     if not name:
         newest = max(runs.glob("*/logs/rank-*.log"), key=lambda path: path.stat().st_mtime, default=None)
         if newest is None:
@@ -83,20 +83,20 @@ def find_run(runs: Path, name: str) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    with suppress(OSError):  # others' runs may lie in the same folder, and not be open to this user
+    with suppress(OSError):  # the folder may also hold runs of others that this user may not read
         return any((folder / name).is_file() for name in ("status.json", "run.json")) or bool(rank_logs(folder))
     return False
 
 
 def rank_logs(folder: Path, wanted: Collection[int] = ()) -> list[Path]:
-    """The logs of a run, of these ranks alone if there are any, in the order of the ranks."""
+    """Return the log files of a run in the order of the ranks, only of the `wanted` ranks if any are given."""
     found = {path.stem.removeprefix("rank-"): path for path in (folder / "logs").glob("rank-*.log") if path.is_file()}
     logs = {int(rank): path for rank, path in found.items() if rank.isdigit()}
     return [logs[rank] for rank in sorted(logs) if not wanted or rank in wanted]
 
 
 def wanted_ranks(text: str) -> Collection[int]:
-    """ "0-3,7" -> those ranks; "" -> none, which stands for all. Raises UserError."""
+    """Return the ranks in a text such as "0-3,7". No ranks, for "", stand for all. Raises UserError."""
     ranks: set[int] = set()
     for part in filter(None, text.replace(" ", "").split(",")):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
@@ -107,7 +107,7 @@ def wanted_ranks(text: str) -> Collection[int]:
 
 
 def parse_since(text: str) -> float:
-    """The time that --since stands for, of `time.time()`; the beginning of all times for no text. Raises UserError."""
+    """Return the `time.time()` that the text of --since means, minus infinity for "". Raises UserError."""
     if not text:
         return -inf
     if found := re.fullmatch(r"(\d+)([smhd])", text):
@@ -120,10 +120,10 @@ def parse_since(text: str) -> float:
 
 @lru_cache(maxsize=16)
 def _seconds(stamp: bytes) -> float:
-    """The time that stands before a line, of `time.time()`."""
+    """Return the time at the head of a line, as `time.time()`."""
     try:
         return datetime.fromisoformat(stamp.decode()).timestamp()
-    except ValueError:  # none, or no time
+    except ValueError:  # the line has no time or a wrong one
         return 0.0
 
 
@@ -131,27 +131,27 @@ def _seconds(stamp: bytes) -> float:
 
 
 class LogReader:
-    """A file `rank-N.log`: all that it has, or the last `tail` bytes of it, and later what was added to it."""
+    """A reader of a file `rank-N.log`. It reads the whole file, or its last `tail` bytes, and later what was added."""
 
     def __init__(self, path: Path, *, tail: int | None) -> None:
         self.path, self.rank, self._offset = path, int(path.stem.removeprefix("rank-")), 0
-        self._stamp = self._host = b""  # of the last line
+        self._stamp = self._host = b""  # time and host of the last line
         if tail is not None and (size := path.stat().st_size) > tail:
             with path.open("rb") as file:
                 file.seek(size - tail)
-                file.readline()  # most likely the rest of one
+                file.readline()  # skip the rest of a line
                 self._offset = file.tell()
 
     def records(self, *, whole: bool, first_s: float) -> Iterator[Record]:
-        """What was not read yet, from the time `first_s` on. `whole`: also the last line, if it has no end yet."""
+        """Yield what was not read yet, from the time `first_s` on. `whole`: include a last line that has no end yet."""
         number = 0
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < self._offset:
-                self._offset = 0  # a new file under that name, as --fresh makes it
+                self._offset = 0  # it is a new file, as after --fresh
             file.seek(self._offset)
             for line in file:
                 if not (whole or line.endswith(b"\n")):
-                    break  # it is being written
+                    break  # the line is still being written
                 self._offset += len(line)
                 number += 1
                 if found := HEAD.match(line):
@@ -163,7 +163,7 @@ class LogReader:
 
 
 def folded(logs: Iterable[Iterator[Record]]) -> Iterator[Sequence[Record]]:
-    """The records of all ranks by time; those with which several ranks go on alike, at about the same time, as one."""
+    """Yield the records of all ranks by time. Equal next lines of several ranks at about the same time are one item."""
     following = {log: record for log in logs if (record := next(log, None))}
     while following:
         first = min(following.values())
@@ -179,7 +179,7 @@ def folded(logs: Iterable[Iterator[Record]]) -> Iterator[Sequence[Record]]:
 
 
 def _as_text(alike: Sequence[Record]) -> bytes:
-    """Such as b"2026-11-22T14:05:00 rank 3 on node1: saved"; several hosts are not named."""
+    """Return a line such as b"2026-11-22T14:05:00 rank 3 on node1: saved". Several hosts are not named."""
     hosts = {record.host for record in alike}
     host = b" on " + alike[0].host if len(hosts) == 1 and alike[0].host else b""
     who = f"rank{'s' if len(alike) > 1 else ''} {ranges(record.rank for record in alike)}".encode()

@@ -1,4 +1,4 @@
-"""The numbers of a run: `metrics.jsonl` for programs, TensorBoard for people. Rank 0 alone writes."""
+"""The metrics of a run: `metrics.jsonl` for programs, TensorBoard for people. Only rank 0 writes them."""
 
 import json
 import math
@@ -15,35 +15,35 @@ from rankup.errors import disk_errors
 
 @dataclass(slots=True)
 class Position:
-    """Where a run stood at its last commit; every rank knows it, and `state.json` of a copy has it."""
+    """The position of a run at its last commit. Every rank knows it, and `state.json` of a copy contains it."""
 
-    step: int = 0  # finished ones
+    step: int = 0  # how many steps are finished
     evaluated: int = 0  # the last step whose evaluation is complete
-    metrics: dict[str, float] | None = None  # its outcome
-    line: dict[str, Any] | None = None  # the last one of training in `metrics.jsonl`
+    metrics: dict[str, float] | None = None  # the result of that evaluation
+    line: dict[str, Any] | None = None  # the last training line in `metrics.jsonl`
     epoch: int = 0
-    streams: list[int] = field(default_factory=list)  # batches of each pass over a loader in this epoch; -1: it is over
-    loaders: list[int] = field(default_factory=list)  # of each pass, in the order in which the loaders began
+    streams: list[int] = field(default_factory=list)  # batches of each pass over a loader in this epoch; -1: it ended
+    loaders: list[int] = field(default_factory=list)  # the loader of each pass, numbered in the order of first use
     changes: int = 0  # blocks of `job.change` in this epoch
 
     @classmethod
     def of(cls, record: dict[str, Any] | None) -> "Position":
-        """As a copy's record has it; a run's beginning for None."""
+        """Return the position in the `record` of a copy, or the beginning of a run for None."""
         return cls(**{each.name: record[each.name] for each in fields(cls)}) if record else cls()
 
     @property
     def key(self) -> tuple[int, int, int, int]:
-        """Equal for two copies that hold the same state."""
+        """A key that is equal for two copies of a run if they hold the same state."""
         return self.step, self.epoch, self.changes, self.evaluated
 
 
 class Metrics:
-    """Appends to `directory/metrics.jsonl` and `directory/tensorboard/`; without a directory it does nothing.
+    """Appends to `directory/metrics.jsonl` and `directory/tensorboard/`. Without a directory it does nothing.
 
-    `progress`: where the run goes on, `saved`: where it stood at its newest checkpoint. What a killed attempt wrote
-    past `progress` is cut off, for those steps are done again; what it had no time to write is added. `check_owner`:
-    raises PeerLost where another attempt owns the run by now; called before each line. Every method raises UserError
-    where the disk is full.
+    `progress`: the position from which the run resumes. `saved`: its position at the newest checkpoint. Lines that a
+    killed attempt wrote past `progress` are cut off, because those steps are done again. Lines that it had no time to
+    write are added. `check_owner`: raises PeerLost if another attempt owns the run by now; called before each line.
+    Every method raises UserError if the disk is full.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class Metrics:
         with self._disk():
             path = directory / "metrics.jsonl"
             entries = cut_after(path, progress.step, progress.evaluated, since=saved.step, check_owner=check_owner)
-            self._file = path.open("a", buffering=1, encoding="utf-8")  # a line is in the file as soon as it is written
+            self._file = path.open("a", buffering=1, encoding="utf-8")  # line buffered: a killed process loses no line
             there = {(entry["step"], is_evaluation(entry)) for entry in entries}
             for entry in newest_entries(progress):
                 if entry["step"] >= saved.step and (entry["step"], is_evaluation(entry)) not in there:
                     self.write(entry)
                     entries.append(entry)
             if tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
+                from torch.utils.tensorboard import SummaryWriter  # takes half a second, so only if it is used
 
-                check_owner()  # else a file that begins later would hide the next owner's values
-                # TensorBoard's values of an attempt that was killed since its checkpoint may be in its file or not:
-                # TensorBoard hides all of them from this step on, and they are written again
+                check_owner()  # a file that begins after the next owner's would hide the next owner's values
+                # An attempt that was killed after its checkpoint may or may not have written later values to its file.
+                # TensorBoard hides all values from this step on, and they are written again
                 first = saved.step + 1 if saved.evaluated == saved.step else max(1, saved.step)
                 self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
                 for entry in entries:
@@ -78,7 +78,7 @@ class Metrics:
                         self._show(entry)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """`entry`: of the function `entry`."""
+        """Append a line. `entry`: what the function `entry` returned."""
         self._check_owner()
         with self._disk():
             if self._file is not None:
@@ -87,15 +87,15 @@ class Metrics:
                 self._show(entry)
 
     def text(self, name: str, text: str, *, step: int) -> None:
-        """For TensorBoard, which reads it as Markdown."""
+        """Show a text in TensorBoard, which renders it as Markdown."""
         if self._writer is not None:
             with self._disk():
                 self._writer.add_text(name, text, step)
 
     def hyperparameters(self, settings: dict[str, Any]) -> None:
-        """TensorBoard's HPARAMS tab: `settings`, such as `batch_size`, beside the newest values of the run's curves.
+        """Show `settings`, such as `batch_size`, in TensorBoard's HPARAMS tab, next to the newest values of the curves.
 
-        Without the list of columns that torch writes: of several runs' lists the tab shows the first one's alone.
+        The list of columns that torch would write is left out, because the tab shows only the list of the first run.
         """
         if self._writer is None:
             return
@@ -107,7 +107,7 @@ class Metrics:
                 self._writer.file_writer.add_summary(summary)
 
     def flush(self) -> None:
-        """Make TensorBoard's values survive a kill of this process; the lines of `metrics.jsonl` do already."""
+        """Make TensorBoard's values survive a kill of this process, as the lines of `metrics.jsonl` always do."""
         with self._disk():
             if self._writer is not None:
                 self._writer.flush()
@@ -120,7 +120,7 @@ class Metrics:
                 self._file.close()
 
     def _show(self, entry: dict[str, Any]) -> None:
-        """In TensorBoard."""
+        """Write the values of `entry` to TensorBoard."""
         for name, value in entry.items():
             if name not in ("step", "time"):
                 number = math.nan if value is None else value
@@ -128,8 +128,8 @@ class Metrics:
 
 
 def entry(step: int, values: dict[str, float]) -> dict[str, Any]:
-    """A line of `metrics.jsonl`."""
-    # JSON has no NaN: strict readers would refuse the file
+    """Return a line of `metrics.jsonl`."""
+    # NaN becomes None: JSON has no NaN, and strict readers would refuse the file
     safe = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return {"step": step, "time": round(time.time(), 3), **safe}
 
@@ -143,7 +143,7 @@ def is_evaluation(entry: dict[str, Any]) -> bool:
 
 
 def newest_entries(progress: Position) -> list[dict[str, Any]]:
-    """The last lines of training and of evaluation. A killed rank 0 may not have written them."""
+    """Return the last lines of training and of evaluation. A killed rank 0 may not have written them."""
     entries = [progress.line] if progress.line is not None else []
     if progress.metrics is not None:
         entries.append(evaluation(progress.evaluated, progress.metrics))
@@ -153,16 +153,16 @@ def newest_entries(progress: Position) -> list[dict[str, Any]]:
 def cut_after(
     path: Path, step: int, evaluated: int, *, since: int = 0, check_owner: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """Cut the file before its first line of training after `step`, or of evaluation after step `evaluated`: a killed
-    attempt wrote it past the state that the run goes on from, and those steps are done again. From a damaged line on,
-    as a kill or a power cut leaves one, nothing stays.
+    """Cut the file before its first training line after `step`, or its first evaluation line after step `evaluated`. A
+    killed attempt wrote such lines past the state from which the run resumes, and those steps are done again. A damaged
+    line, as a kill or a power cut leaves one, is cut with all that follows.
 
-    What stands before a line of a step before `since` is neither read nor judged: a restart of a long run would wait
-    for it. Returns the entries behind that line that stay. Raises OSError.
+    The file is read backwards up to the first line of a step before `since`. Reading all of it would delay the restart
+    of a long run. Return the entries after that line that were kept. Raises OSError.
     """
-    if not path.is_file() or path.stat().st_size == 0:  # which can't be mapped
+    if not path.is_file() or path.stat().st_size == 0:  # an empty file can't be mapped
         return []
-    newer = list[tuple[int, dict[str, Any] | None]]()  # where each line begins, and what it holds; the newest first
+    newer = list[tuple[int, dict[str, Any] | None]]()  # where each line begins, and its entry; the newest line first
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         end = len(data)
         while end:
@@ -172,7 +172,7 @@ def cut_after(
                 break
             newer.append((begin, entry))
             end = begin
-        check_owner()  # now that it is open: the next owner's file is another one, see `rankup.places.lease`
+        check_owner()  # after the open: a later owner works on a new file, see `rankup.places.lease`
         kept = []
         for begin, entry in reversed(newer):
             if entry is None or entry["step"] > (evaluated if is_evaluation(entry) else step):
@@ -183,7 +183,7 @@ def cut_after(
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """None for a damaged line, or half of one."""
+    """Return the entry of a line, or None if the line is damaged or incomplete."""
     try:
         entry: dict[str, Any] = json.loads(line)
         return entry if line.endswith(b"\n") and isinstance(entry["step"], int) else None

@@ -1,4 +1,4 @@
-"""The copies from which an attempt may resume, wherever they lie, and the order in which to try them.
+"""The copies from which an attempt may resume, wherever they are, and the order in which to try them.
 
 Every rank lists the copies that it can reach, without reading their bytes. A copy has the lineage of the attempt that
 wrote it, because a node 0 that comes back with an empty disk does not know which run to resume.
@@ -20,15 +20,15 @@ from rankup.state.copies import STATE, about, list_copies, step_of
 from rankup.state.memory import list_held
 from rankup.state.saver import Options
 
-SECOND = "copies"  # in the run directory of another node than rank 0's: copies by the id of their run
-CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is preferred, of two of the same step
+SECOND = "copies"  # folder for second copies, by the id of their run, in the run directory of a node without rank 0
+CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # kinds of copies; at the same step the lower kind wins
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A copy that `rank` can reach on `node`. `words`: what it is, for the user. `attempt`: the mark of the one that
-    wrote it, "" as `run` is where that can't be read. `lineage`: of that attempt, for a copy that is not in rank 0's
-    folder. `ranks`: whose part of the state it is, and `parts`: with which others it is whole."""
+    """A copy that `rank` can reach on `node`. `words`: a description for the user. `attempt` is the mark of the attempt
+    that wrote the copy; `attempt` and `run` are "" if they can't be read. `lineage`: the lineage of that attempt, for a
+    copy outside rank 0's folder. `ranks`: the ranks whose part this is. `parts`: the parts that together are whole."""
 
     rank: int
     node: str
@@ -44,8 +44,8 @@ class Candidate:
 
 
 def distinct(found: Iterable[Candidate], world_size: int) -> list[Candidate]:
-    """Each copy once, though the ranks of a node list the same files; parts that together are of all ranks as one, and
-    no others."""
+    """Return each copy once, although the ranks of a node list the same files. Parts that together cover all ranks
+    become one candidate; incomplete sets of parts are dropped."""
     once = {(one.node, one.where): one for one in sorted(found, key=lambda one: -one.rank)}
     parts = defaultdict[tuple[int, str, str], list[Candidate]](list)
     for one in once.values():
@@ -58,9 +58,9 @@ def distinct(found: Iterable[Candidate], world_size: int) -> list[Candidate]:
 def in_order(
     candidates: Iterable[Candidate], known: Lineage | None, wanted: Callable[[Lineage], bool], group: Group
 ) -> Iterator[tuple[Lineage | None, Candidate]]:
-    """The copies in the order in which to try them, with the line that each is on: the newest on the line that knows
-    most, then what else rank 0 has, then lines that know less. `known`: rank 0's line. Raises UserError where rank 0
-    has nothing, and the others know several runs."""
+    """Yield the copies in the order in which to try them, each with its lineage: copies on the newest lineage, then
+    what else rank 0 has, then copies on older lineages, and within each the newest first. `known`: rank 0's lineage.
+    Raises UserError if rank 0 has no copy and the other ranks know several runs."""
     left = sorted(distinct(candidates, len(group.hosts)), key=lambda one: (-one.step, one.kind, one.rank))
     lines = [(one, Lineage(**one.lineage)) for one in left if one.lineage is not None]
     lines = [(one, line) for one, line in lines if (line.run == known.run if known else wanted(line))]
@@ -80,8 +80,8 @@ def in_order(
     if len(first) > 1:
         named = " and ".join(f"{one.where} on {group.hosts[one.rank]} (rank {one.rank})" for one in first.values())
         raise UserError(
-            f"run_dir: {group.run_dir} must hold a run, or other nodes copies of one run, got nothing there and copies "
-            f"of {len(first)} runs: {named}. Move away what you don't want, or set --fresh to start anew.",
+            f"run_dir: {group.run_dir} must hold a run, unless other nodes hold copies of a single run, got no run and "
+            f"copies of {len(first)} runs: {named}. Move away what you don't want, or set --fresh to start anew.",
             printed_elsewhere=not group.is_rank0,
         )
     for line in by_number:
@@ -89,8 +89,8 @@ def in_order(
 
 
 def found_in(folder: Path) -> list[list[Any]]:
-    """The copies in rank 0's folder, the newest first, as fields of a Candidate from `kind` on. What can't be read is
-    one too, to be found damaged."""
+    """Return the copies in rank 0's folder, newest first, each as the fields of a Candidate from `kind` on. Unreadable
+    copies are included, so that they are later reported as damaged."""
     return [
         [CHECKPOINT, str(path), f"checkpoint {path.name}", *about(read_json(path / STATE), step_of(path))]
         for path in reversed(list_copies(folder))
@@ -98,8 +98,8 @@ def found_in(folder: Path) -> list[list[Any]]:
 
 
 def held_by(group: Group, folder: Path, options: Options) -> Iterator[list[Any]]:
-    """What any rank may reach, in the same way: second copies on its disk, and what its node's memory holds of this run
-    with these settings."""
+    """Yield, in the same form, the copies that any rank may reach: second copies on its disk, and the rescues and parts
+    in its node's memory that fit the options."""
     for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
         record = read_json(path / STATE)
         of, line = about(record, step_of(path)), Lineage.of(record.get("lineage"))
@@ -107,33 +107,33 @@ def held_by(group: Group, folder: Path, options: Options) -> Iterator[list[Any]]
             words = f"step {of[0]}, the second copy on {group.hosts[group.rank]} (rank {group.rank})"
             yield [PEER, str(path), words, *of, line.values()]
         else:
-            group.log.warning(f"the copy {path} was passed over: its state.json is missing or damaged")
+            group.log.warning(f"the copy {path} was skipped: its state.json is missing or damaged")
     for path in list_held():
         record = read_json(path / STATE)
         with contextlib.suppress(TypeError, LookupError, ValueError):
             options.check(path, record)
             of = step_of(path), str(record["attempt"]), str(record["run"])
             if "." not in path.parent.name:
-                # Memory holds rescues of other jobs too: only this one's says which run to go on with
+                # Memory also holds rescues of other jobs. Only a rescue of this job may say which run to resume
                 line = Lineage.of(record.get("lineage"))
                 known = line.values() if line is not None and group.launch.agent and of_this_job(line, group) else None
                 yield [RESCUE, str(path), f"step {of[0]}, rescued by {record['written_by']}", *of, known]
             elif options.memory_every_steps != 0 and record["world_size"] == group.world_size:
-                words = f"step {of[0]}, of which each rank's part was in memory"
+                words = f"step {of[0]}, whose parts were all in memory"
                 yield [PARTS, str(path), words, *of, None, [int(rank) for rank in record["ranks"]]]
 
 
 def put_aside_others(folder: Path, run: str) -> None:
-    """Move the second copies of other runs than this one to `before-<time>-...`, as --fresh does on rank 0's disk: else
-    a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run."""
+    """Move the second copies of all runs but `run` to `before-<time>-...`, as --fresh does on rank 0's disk. Otherwise
+    a node 0 that loses its disk before the new run's first checkpoint would resume the earlier run."""
     for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:
-        with contextlib.suppress(OSError):  # another rank of this node has done it
+        with contextlib.suppress(OSError):  # another rank of this node has moved it
             other.rename(f"{before(folder)}-{SECOND}-{other.name}")
 
 
 def of_this_job(other: Lineage, group: Group) -> bool:
-    """Whether an attempt of this launch began the run `other`. `launch` gives all its attempts ids of one job; where
-    containers are started again (compose, pods), `start` names the start of them all."""
+    """Return whether an attempt of this launch began the run `other`. All attempts of one `launch` have ids of one job.
+    If containers are restarted (compose, pods), `start` identifies the launch instead."""
     if group.launch.start:
         return other.start == group.launch.start
     if not group.restarted or group.launch.agent is None:

@@ -1,9 +1,9 @@
-"""What a node's memory holds of a run: a rescue, or parts of split state (see `rankup.state.parts`).
+"""Copies in a node's memory: a rescue, or parts of split state (see `rankup.state.parts`).
 
-The rescue is a copy that a rank writes when it loses a peer, right before it ends (Gupta et al., "Just-In-Time
-Checkpointing", EuroSys 2024). It lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`. If it can't be written
-there, it lies in the same folders of the temporary directory. It is lost with its node, so it never replaces a
-checkpoint. The part of a rank lies beside it, in `<run id>.rank-00001`.
+A rescue is a copy that a rank writes when it loses a peer, right before the rank ends (Gupta et al., "Just-In-Time
+Checkpointing", EuroSys 2024). It is in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`. If it can't be written
+there, it is in the same folders of the temporary directory. A rescue is lost with its node, so it never replaces a
+checkpoint. The part of rank 1 is in the folder `<run id>.rank-00001` next to `<run id>`.
 """
 
 import contextlib
@@ -27,25 +27,25 @@ from rankup.state.copies import STATE, Content, list_copies, step_of
 from rankup.timing import ABANDONED_S
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
-STEP = re.compile(r"step-(\d+)")  # in the name of a copy, and of what is to become one
+STEP = re.compile(r"step-(\d+)")  # in the name of a copy, finished or not
 T = TypeVar("T")
 
 
 def homes() -> list[Path]:
-    """The folders in which this user's runs may have theirs, the fastest first."""
+    """Return the folders in which this user's runs may have their folders, the fastest first."""
     places = [SHARED_MEMORY, Path(tempfile.gettempdir())]
     return [place / f"rankup-{os.getuid()}" for place in places if place.is_dir()]
 
 
 def node_id() -> str:
-    """Equal for two ranks that see the same memory."""
+    """Return an id that is equal for two ranks if they see the same memory."""
     place = homes()[0].parent.stat()  # containers on one machine may see different memory
     return f"{kernel_id()} {place.st_dev} {place.st_ino}"
 
 
 def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = math.inf) -> T:
-    """What `write` returns for the first of the `homes` that it can write to, with `needed` bytes free there and of the
-    memory, of which `free` are. Raises UserError where there is none."""
+    """Call `write` with the first of the `homes` that it can write to, and return its result. The home's file system
+    and the `free` bytes of memory must have room for `needed` bytes. Raises UserError if no home will do."""
     problems = []
     for home in homes():
         try:
@@ -61,23 +61,23 @@ def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = ma
 
 
 def _folders() -> Iterator[Path]:
-    """Those of this user's runs on this node."""
-    for home in filter(_is_ours, homes()):  # nearly always there is none
+    """Yield the folders of this user's runs in the memory of this node."""
+    for home in filter(_is_ours, homes()):  # nearly always there are none
         yield from home.glob("*")
 
 
 def list_held() -> Iterator[Path]:
-    """The rescues and parts of all runs on this node. Their bytes are not looked at yet."""
+    """Yield the rescues and parts of all runs on this node, without checking their bytes."""
     for folder in _folders():
         yield from list_copies(folder)
 
 
 def remove(run: str, keep: range = range(0)) -> None:
-    """Remove what this node holds of the run, whole or half written, but that of the steps in `keep`. Several ranks may
-    do it at once, while no part is written; a rescue that is written is of a step to keep."""
+    """Remove what this node's memory holds of the run, finished or not, except for the steps in `keep`. Several ranks
+    may call this at once, but not while a part is being written. A rescue may be: its step must be in `keep`."""
     for folder in _folders():
         if folder.name.partition(".")[0] == run:
-            with contextlib.suppress(OSError):  # another rank has removed it, or something is to be kept
+            with contextlib.suppress(OSError):  # another rank has removed the folder, or something in it is kept
                 for path in [*folder.iterdir()]:
                     if not ((named := STEP.search(path.name)) and int(named[1]) in keep):
                         shutil.rmtree(path, ignore_errors=True)
@@ -85,7 +85,7 @@ def remove(run: str, keep: range = range(0)) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove what no run went on with for long: it takes memory from all users of the node."""
+    """Remove copies that no run has resumed from for `ABANDONED_S`. They take memory from all users of the node."""
     for folder in _folders():
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > ABANDONED_S:
@@ -93,7 +93,7 @@ def remove_abandoned() -> None:
 
 
 def _is_ours(home: Path) -> bool:
-    """Whether nobody else could have put anything there: all users of a machine may write to /dev/shm and /tmp."""
+    """Return whether only this user can write to `home`: all users of a machine may write to /dev/shm and /tmp."""
     with contextlib.suppress(OSError):
         facts = home.lstat()
         return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077
@@ -101,9 +101,9 @@ def _is_ours(home: Path) -> bool:
 
 
 def write_rescue(run: str, step: int, attempt: str, make_files: Callable[[], Mapping[str, Content]]) -> None:
-    """Write the files of a copy where there is room, unless another rank of this node has done so in this `attempt`: an
-    earlier one's may be damaged. `make_files` is called if they are needed. Raises UserError where they can't be
-    written."""
+    """Write a rescue where there is room, unless another rank of this node has written one in this `attempt`. A rescue
+    of an earlier attempt does not count, because it may be damaged. `make_files` returns the files of the rescue, and
+    is called only if they are needed. Raises UserError if they can't be written."""
     def open_folder(home: Path) -> int:
         (home / run).mkdir(exist_ok=True)
         return os.open(home / run, os.O_RDONLY)
@@ -115,13 +115,13 @@ def write_rescue(run: str, step: int, attempt: str, make_files: Callable[[], Map
     remove_abandoned()
     folder = in_memory(open_folder)
     try:
-        # The ranks of a node come here together. Each waits for the one before: the kernel frees the lock of one that
-        # is killed while it writes
+        # The ranks of a node come here at the same time, and one writes at a time. If a rank is killed while it writes,
+        # the kernel frees its lock
         fcntl.flock(folder, fcntl.LOCK_EX)
         held = [read_json(path / STATE) for path in list_held() if path.parent.name == run and step_of(path) >= step]
         if not any(record.get("attempt") == attempt for record in held):
             files = make_files()
-            # Twice its size: the ranks' own buffers live in shared memory too
+            # Twice the size must be free, because the ranks' own buffers are in shared memory too
             in_memory(save, 2 * sum(map(len, files.values())))
     finally:
         os.close(folder)

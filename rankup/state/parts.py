@@ -1,11 +1,11 @@
 """Parts of split state in the memory of nodes.
 
-Where no rank holds the whole state (FSDP2), each keeps its own part of a recent step: a sharded copy with the file of
-one rank. With several nodes a rank of the next node holds a second one, unless a rank there holds the same part anyway
-(hybrid sharding), as in Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory
-Checkpoints", SOSP 2023. All ranks copy their parts after the same commit, and a thread does the rest. Before the next
-ones all ranks agree that the last ones are whole: a rank keeps two, and at any moment the ranks have whole parts of one
-step.
+If no rank holds the whole state (FSDP2), each rank keeps its own part of a recent step: a sharded copy with the file of
+one rank. With several nodes a rank of the next node holds the part too, unless a rank on another node has the same part
+anyway (hybrid sharding), as in Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory
+Checkpoints", SOSP 2023. All ranks copy their parts after the same commit, and a thread of each rank does the rest.
+Before the next parts all ranks agree that the last parts are whole. Each rank keeps its newest two parts, so at any
+moment all ranks have whole parts of one step.
 """
 
 import json
@@ -31,32 +31,32 @@ from rankup.state.saver import HostCopies, Writing
 from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, place_of, to_file
 from rankup.timing import HURRY_S, SHARE
 
-FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
+FIRST = 10  # steps from the first part to the second; only then is the cost of a part known
 
 
 class Parts:
-    """Keeps this rank's part of the run with this id, and those of other nodes' ranks that it is asked to hold.
-    `wanted`: there is something to keep, because state is split among ranks."""
+    """The parts of a run that this rank keeps in memory: its own, and parts of other nodes' ranks.
+    `wanted`: whether to keep parts, because the state is split among ranks."""
 
     def __init__(self, group: Group, run: str, every: int | None) -> None:
-        """`every`: steps from one to the next; 0 for none at all, None so that they cost `SHARE` of the time."""
+        """`every`: steps from one part to the next. 0: keep no parts. None: parts cost about `SHARE` of the time."""
         self.group, self.run, self.every = group, run, every
         self.wanted = False
         self._next = self._taken = 0  # steps
-        self._taken_s = self._cost_s = self._beside_s = 0.0  # when, what the last one cost, and its thread
+        self._taken_s = self._cost_s = self._beside_s = 0.0  # start of the last part, cost of its copy and its thread
         self._copies, self._writing = HostCopies(group.device), Writing("part", math.inf)
-        self._known: list[Any] = []  # of each rank: its node, what says which part it holds, and bytes of that
-        self._folders: dict[int, Path] = {}  # by rank: those of the parts that are kept here
-        self._peer: int | None = None
-        self._link: Any = None  # threads send in a group of their own
+        self._known: list[Any] = []  # for each rank: its node, an id of its part, and the bytes of the part
+        self._folders: dict[int, Path] = {}  # folders of the parts that are kept here, by rank
+        self._peer: int | None = None  # the rank that holds this rank's part too
+        self._link: Any = None  # the threads' own process group
 
     def due(self, step: int) -> bool:
-        """Whether all ranks take their parts after this step."""
+        """Return whether all ranks take their parts after this step."""
         return self.wanted and self.every != 0 and (step % self.every == 0 if self.every else step >= self._next)
 
     def take(self, step: int, make: Callable[[], tuple[bytes, dict[str, Any]]]) -> None:
-        """Copy this rank's part of the state of this step. All ranks call this, before that state changes. What fails
-        is one line. `make` returns the contents of `state.json`, and the tracked items with split tensors."""
+        """Copy this rank's part of the state of this step. All ranks call this before the state changes. A failure is
+        logged in one line. `make` returns the content of `state.json`, and the tracked items with split tensors."""
         group = self.group
         group.collective(self._writing.join)
         began_s, used_s = time.perf_counter(), time.thread_time()
@@ -84,11 +84,11 @@ class Parts:
         self._cost_s = time.thread_time() - used_s
 
     def wait(self) -> None:
-        """Let a part get done that is under way, because this process is about to end. Raises nothing."""
+        """Wait a bounded time for a part that is being written, because this process will end soon. Raises nothing."""
         self._writing.join(HURRY_S)
 
     def close(self) -> None:
-        """The state is saved, and the training ends: free the memory. All ranks call this."""
+        """Free the memory, because the state is saved and the training ends. All ranks call this."""
         if self.wanted:
             self.group.collective(self._writing.join)
             self.group.barrier()
@@ -96,25 +96,25 @@ class Parts:
         remove(self.run)
 
     def distrust(self) -> None:
-        """What this rank holds may be wrong: its node's parts go."""
+        """Remove the parts in this node's memory, because this rank's state may be wrong."""
         self.wait()
-        if self.wanted or self._folders:  # an earlier attempt's too; other ranks' rescues stay
+        if self.wanted or self._folders:  # parts of earlier attempts go too; without parts, other ranks' rescues stay
             remove(self.run)
 
     def _stop(self) -> None:
-        """Take no more, and free the memory for the next one. None is written now."""
+        """Take no more parts, and free this process's buffers. No part is being written now."""
         self.wanted = False
-        self._copies, self._writing.failure = HostCopies(self.group.device), None  # whose traceback holds copies too
+        self._copies, self._writing.failure = HostCopies(self.group.device), None  # a traceback refers to copies too
 
     def _gap(self, step: int, now_s: float) -> int:
-        """How many steps from this part to the next one, by what the last one cost."""
+        """Return how many steps to wait before the next part, given the cost of the last one."""
         if not self._taken:
             return FIRST
         step_s = (now_s - self._taken_s) / max(1, step - self._taken)
         return min(max(1, math.ceil((self._cost_s + self._beside_s) / SHARE / step_s)), 2**30)
 
     def _find_room(self, known: list[Any]) -> str:
-        """Find folders for the parts that this rank holds. All ranks call this. Returns why there are none, or ""."""
+        """Find folders for the parts that this rank holds. All ranks call this. Return why there is no room, or ""."""
         group = self.group
         peers = [peer_of(rank, known) for rank in range(group.world_size)]
         if self._link is None and any(peer is not None for peer in peers):
@@ -124,7 +124,7 @@ class Parts:
         here = sum(node == known[group.rank][0] for node, _, _ in known)
         remove_abandoned()
         try:
-            # Two of each part stay, and a third is in the ranks' own memory. A quarter more stays free
+            # Two of each part are kept, and a third is in the buffers of the ranks. Leave a quarter more free
             needed = 1.25 * 3 * here * sum(known[rank][2] for rank in held)
             home = in_memory(lambda home: home, needed, free=memory_available())
         except UserError as error:
@@ -140,7 +140,7 @@ class Parts:
         try:
             copying_s = self._copies.wait()
             path = _keep(self._folders[self.group.rank], step, files)
-        finally:  # a rank that fails has to say so: the others wait for its part
+        finally:  # also after a failure: the other ranks wait for this rank's part, or for the word that there is none
             sent = _send(path, self._peer, self._link) if self._peer is not None else []
             received = {rank: _receive(rank, self._link) for rank in self._folders if rank != self.group.rank}
             for work, _ in sent:
@@ -148,13 +148,13 @@ class Parts:
         for rank, part in received.items():
             if part is not None:
                 _keep(self._folders[rank], *part)
-        # Beside a GPU the thread has a processor for itself; but the next part must not have to wait for it
+        # With a GPU the thread has a CPU core of its own, but the next part must not have to wait for the thread
         beside = max(copying_s, 2 * SHARE * (time.perf_counter() - began_s))
         self._beside_s = time.thread_time() - used_s if self.group.device.type == "cpu" else beside
 
 
 def _keep(folder: Path, step: int, files: Mapping[str, Content]) -> Path:
-    """Write a part beside the last one, which all ranks know to be whole. Raises UserError."""
+    """Write a part, and keep the last one, which all ranks know to be whole. Raises UserError."""
     for older in list_copies(folder)[:-1]:
         discard(older)
     remove_unfinished(folder)
@@ -162,14 +162,14 @@ def _keep(folder: Path, step: int, files: Mapping[str, Content]) -> Path:
 
 
 def _which(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
-    """Equal for two ranks that hold the same part."""
+    """Return an id that is equal for two ranks if they hold the same part."""
     places = sorted({str(place_of(tensor)) for tensor in tensors.values() if hasattr(tensor, "to_local")})
-    # The state of a rank's own loader is in nobody else's part
+    # The keys count too: only a rank's own part holds the state of its loader
     return json.dumps([places, [sorted(node) for node in nodes.values() if isinstance(node, dict)]])
 
 
 def peer_of(rank: int, known: list[Any]) -> int | None:
-    """The rank on the next node that holds this one's part too; None where nobody has to. `known`: see `Parts`."""
+    """Return the rank on the next node that must hold this rank's part too, or None. `known`: see `Parts`."""
     own, which, _ = known[rank]
     nodes = list(dict.fromkeys(node for node, _, _ in known))
     if len(nodes) == 1 or any(other == which and node != own for node, other, _ in known):
@@ -187,8 +187,8 @@ def _folder_of(run: str, rank: int) -> str:
 
 
 def load(parts: Sequence[Candidate], group: Group) -> Copy:
-    """This rank's one of the `parts` of a step as a copy, if all ranks have whole ones. All ranks call this. A damaged
-    one is removed, and another node's is taken in its place. Raises Damaged, on all ranks, where that can't be."""
+    """Return this rank's part among the `parts` of a step, as a copy. All ranks call this. A damaged part is removed,
+    and replaced by the same part from another node. Raises Damaged on all ranks if a rank's part can't be found."""
     nodes, left, why = group.gather(node_id()), [*parts], ""
     while True:
         path, problem, chosen = Path(), "", list[Candidate]()
@@ -209,11 +209,11 @@ def load(parts: Sequence[Candidate], group: Group) -> Copy:
                     path, problem = _take_over(_receive(one.rank), _folder_of(one.run, rank))
         damage = "" if problem else find_problem(path)
         if damage:
-            group.log.warning(f"a part in memory was passed over: {path}: {damage}")
+            group.log.warning(f"a part in memory was skipped: {path}: {damage}")
             discard(path)
         problems = group.gather(problem or damage)
         if not any(problems):
-            # One for all: rank 0 alone may know the values of the last evaluation
+            # All ranks get rank 0's record, because only rank 0 may know the values of the last evaluation
             return Copy(path, group.broadcast(read_json(path / STATE)), {}, sharded=True)
         why = next(filter(None, problems))
         bad = [one for one, problem in zip(chosen, problems, strict=True) if problem]
@@ -221,7 +221,7 @@ def load(parts: Sequence[Candidate], group: Group) -> Copy:
 
 
 def _take_over(part: tuple[int, dict[str, Content]] | None, name: str) -> tuple[Path, str]:
-    """Keep a part that was received. Returns where, and what is wrong."""
+    """Write a received part to memory. Return its path, and the problem, or "" if there is none."""
     if part is None:
         return Path(), "it is damaged on the node that has it"
     step, files = part
@@ -233,7 +233,7 @@ def _take_over(part: tuple[int, dict[str, Content]] | None, name: str) -> tuple[
 
 
 def _send(path: Path | None, to: int, link: Any = None) -> list[tuple[Any, torch.Tensor]]:
-    """Begin to send a part, or that there is none. Returns what to wait for, and what has to live until then."""
+    """Begin to send a part, or a note that there is none. Return the transfers, each with the tensor to keep alive."""
     files = [file for file in path.iterdir() if file.name != MANIFEST] if path is not None else []
     sizes = {file.name: file.stat().st_size for file in files}
     note = json.dumps([step_of(path), sizes] if path is not None else None).encode()
@@ -243,7 +243,7 @@ def _send(path: Path | None, to: int, link: Any = None) -> list[tuple[Any, torch
 
 
 def _receive(source: int, link: Any = None) -> tuple[int, dict[str, Content]] | None:
-    """What `_send` sends: the step, and the contents of the files."""
+    """Receive what `_send` sends, and return the step and the content of each file, or None if there is no part."""
     def receive(length: int) -> bytearray:
         content = bytearray(length)
         dist.recv(torch.frombuffer(content, dtype=torch.uint8), source, group=link)

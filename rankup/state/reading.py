@@ -1,5 +1,5 @@
-"""Reads and verifies copies. One rank reads a plain copy and sends it to the others. A sharded copy is on storage that
-all nodes share, and each rank reads the slices that it needs."""
+"""Reading and verifying copies. One rank reads a plain copy and sends it to the others. A sharded copy is on storage
+that all nodes share, and each rank reads the slices that it needs."""
 
 import contextlib
 import json
@@ -19,15 +19,15 @@ from rankup.places.lease import RUN_ID
 from rankup.state.copies import STATE, Check, Damaged, list_copies, no_check, read_manifest, verify
 from rankup.state.tree import TENSORS, TREE, TensorFile, decode, encode, local_parts
 
-OWN = "rankup_"  # items whose names begin so are no objects of the user
+OWN = "rankup_"  # prefix of the names of items that the library adds to those of the user
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy of the state, verified.
+    """A verified copy of the state.
 
-    `record`: what `state.json` says, including `step`, `run` and `attempt`. `tracked`: the tracked items, on the CPU;
-    {} if the copy is `sharded`, whose items are still in its files.
+    `record`: the content of `state.json`, including `step`, `run` and `attempt`. `tracked`: the tracked items, on the
+    CPU. For a `sharded` copy it is {}, because the items are still in the files.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class Copy:
         return int(self.record["step"])
 
     def as_plain(self) -> Self:
-        """The same with all shards read into this process, as if it were saved plain. Raises Damaged."""
+        """Return the copy with all shards read into this process, as if it were saved plain. Raises Damaged."""
         if not self.sharded:
             return self
         with _fitting(self.path):
@@ -48,9 +48,9 @@ class Copy:
 
 
 def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_check) -> Copy | None:
-    """The newest copy in `directory` that verifies, or None where there is none at all. Warns of those passed over.
+    """Return the newest copy in `directory` that verifies, or None if there are no copies. Warns of skipped copies.
 
-    Raises UserError where all are damaged, and where `check` refuses the newest good one.
+    Raises UserError if all copies are damaged, and if `check` refuses the newest good one.
     """
     each = ((f"checkpoint {path.name}", partial(read, path, check)) for path in reversed(list_copies(directory)))
     return newest_whole(directory, each, warn)
@@ -59,10 +59,10 @@ def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_
 def newest_whole(
     place: Path | str, copies: Iterable[tuple[str, Callable[[], Copy]]], warn: Callable[[str], None] | None
 ) -> Copy | None:
-    """The first whole one of the `copies` in `place`, each with its name, and what reads it; None where there is none.
+    """Return the first whole copy, or None if there are no copies. `copies`: name and reading function of each copy.
 
-    `warn` is told of those passed over; None where another rank says it. Raises UserError where all are damaged: a
-    silent fresh start would lose days of work.
+    `place` says where they are. `warn` is called for each skipped copy; None if another rank warns. Raises UserError if
+    all are damaged, because a silent fresh start would lose days of work.
     """
     damaged = dict[str, str]()
     for name, read_it in copies:
@@ -73,23 +73,23 @@ def newest_whole(
             continue
         if warn is not None:
             for other, why in damaged.items():
-                warn(f"{other} was passed over: {why}")
+                warn(f"{other} was skipped: {why}")
         return found
     if damaged:
         said = "; ".join(f"{name}: {why}" for name, why in damaged.items())
         raise UserError(
-            f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: {said}. Put one back from a "
-            "copy, or set --fresh to start anew, which keeps them aside.", printed_elsewhere=warn is None,
+            f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: {said}. Restore one from a "
+            "backup, or set --fresh to start anew, which keeps them aside.", printed_elsewhere=warn is None,
         )
     return None
 
 
 def read(path: Path, check: Check = no_check) -> Copy:
-    """The copy in the folder `path`. Raises Damaged, and UserError where `check` refuses it."""
+    """Read the copy in the folder `path`. Raises Damaged, and UserError if `check` refuses the copy."""
     record = verify(path)
     with _fitting(path):
-        check(path, record)  # first: a copy of another kind may hold what nobody here can read
-        if not RUN_ID.fullmatch(run := str(record.get("run", ""))):  # it names folders
+        check(path, record)  # before the files are read: this process may be unable to read a copy of another kind
+        if not RUN_ID.fullmatch(run := str(record.get("run", ""))):  # the id becomes the name of folders
             raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run:.80}".')
         if not isinstance(record.get("attempt"), str):
             raise ValueError(f"{STATE}: attempt is missing")
@@ -99,7 +99,7 @@ def read(path: Path, check: Check = no_check) -> Copy:
 
 @contextlib.contextmanager
 def _fitting(path: Path) -> Iterator[None]:
-    """Raises Damaged for any other error than the user's: every digest is right, so somebody made them."""
+    """Turn every error but UserError into Damaged. The digests are right, so the files were written inconsistent."""
     try:
         yield
     except UserError:
@@ -110,8 +110,8 @@ def _fitting(path: Path) -> Iterator[None]:
 
 
 def share(read_it: Callable[[], Copy], group: Group, *, source: int = 0) -> Copy:
-    """The copy that `read_it` returns on rank `source`, on all ranks. All ranks call this. Raises, on all ranks, what
-    it raises: Damaged, UserError and PeerLost."""
+    """Return on all ranks the copy that `read_it` returns on rank `source`. All ranks call this. If `read_it` raises
+    Damaged, UserError or PeerLost, all ranks raise it."""
     copy: Copy | None = None
 
     def call() -> tuple[str, str] | None:
@@ -131,14 +131,14 @@ def share(read_it: Callable[[], Copy], group: Group, *, source: int = 0) -> Copy
     nodes, tensors = encode(copy.tracked) if copy is not None else ({}, {})
     about = [str(copy.path), copy.record, copy.sharded, nodes] if copy is not None else []
     path, record, sharded, nodes = group.broadcast(about, source=source)
-    # torch would take ten times as long to load what it may not unpickle
+    # Sent as safetensors: torch.load with weights_only would take ten times as long
     content = group.broadcast_bytes(b"".join(TensorFile(tensors)), source=source)
     return copy or Copy(Path(path), record, decode(nodes, load(content).__getitem__), sharded)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of a tensor, or all of it. `tensor`: in the mapped file. `whole`: the shape of the whole tensor."""
+    """A part of a tensor, or all of it. `tensor` is mapped from the file. `whole`: the shape of the whole tensor."""
 
     tensor: torch.Tensor
     offset: list[int]
@@ -146,8 +146,8 @@ class _Part:
 
 
 class CopyFiles:
-    """The tree and the tensors in the files of the copy `path`, plain or sharded. Nothing but the files' heads is read
-    before it is asked for. What is raised where they are not what ranks wrote may be any error."""
+    """The tree and the tensors in the files of the copy `path`, plain or sharded. Until tensors are asked for, only the
+    tree and the headers of the files are read. Files that no rank wrote may raise any error."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
@@ -162,13 +162,13 @@ class CopyFiles:
             self.sharded |= (is_part := name.startswith("rank-"))
             item = "" if is_part else f"{name.removesuffix(TENSORS)}/"
             places = json.loads((file.metadata() or {}).get("places", "{}"))
-            for key in file.keys():  # noqa: SIM118 (it is no dict)
+            for key in file.keys():  # noqa: SIM118 (safe_open returns no dict)
                 tensor = file.get_tensor(key)
                 offset, whole = places.get(key, ([0] * tensor.ndim, [*tensor.shape]))
                 self._parts[item + key].append(_Part(tensor, offset, whole))
 
     def read_all(self, *items: str) -> dict[str, Any]:
-        """The tracked items, or those of `items` that are there, with whole tensors, on the CPU of one process."""
+        """Return the tracked items, or only `items` if any are named, with whole tensors on the CPU."""
         def take(name: str) -> torch.Tensor:
             part = self._parts[name][0]
             whole = torch.empty(part.whole, dtype=part.tensor.dtype)
@@ -178,8 +178,8 @@ class CopyFiles:
         return self._items(items or self._tree, take)
 
     def read_into(self, target: dict[str, Any]) -> dict[str, Any]:
-        """The tracked items with the tensors of `target`, which are split as this rank needs them, filled in place.
-        `target` may lack items. Raises ValueError where names or shapes differ."""
+        """Fill the tensors of `target` in place, each split as this rank needs it. Return the tracked items with these
+        tensors. `target` may lack items. Raises ValueError if names or shapes differ."""
         _, tensors = encode(target)
         local, places = local_parts(tensors)
         for name, (offset, shape) in places.items():
@@ -200,7 +200,7 @@ class CopyFiles:
         return dict(decode({item: node for item, node in self._tree.items() if item in wanted}, take))
 
     def _fill(self, name: str, local: torch.Tensor, offset: list[int]) -> None:
-        """Fill what a rank holds of a tensor, from `offset` on."""
+        """Fill `local`, a rank's part of the tensor `name`, which begins at `offset` of the whole tensor."""
         left = local.numel()
         for part in self._parts[name]:
             low = [max(own, other) for own, other in zip(offset, part.offset, strict=True)]
@@ -219,9 +219,9 @@ class CopyFiles:
 
 def export(copy: Copy, file: Path, *, item: str = "") -> str:
     """Write the tracked items of a plain copy to `file`, for `torch.load(file, weights_only=True)`: a dict from the
-    name of each item to its state. With `item`, the state of that item alone. Returns what was written, in words.
+    name of each item to its state. With `item`, write the state of that item alone. Return a description of the file.
 
-    Raises UserError where the copy has no such item, or the file can't be written.
+    Raises UserError if the copy has no such item, or the file can't be written.
     """
     items = {name: state for name, state in copy.tracked.items() if not name.startswith(OWN)}
     if item and item not in items:

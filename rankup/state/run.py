@@ -1,8 +1,8 @@
-"""A run: its folder, the attempt that owns it, and its copies, wherever they lie.
+"""A run: its folder, the attempt that owns it, and its copies, wherever they are.
 
-`open_run` finds where the run stands: at the newest whole copy on its line of attempts. It fetches and verifies the
-newest copy, or the next one if that is damaged. The caller says what a copy holds, and whether an attempt may resume
-from it.
+`open_run` finds the newest whole copy on the run's line of attempts, which is where the run stands. It fetches and
+verifies the newest copy, or the next one if that copy is damaged. The caller decides what a copy holds, and whether an
+attempt may resume from it.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from rankup.timing import VISIBLE_S
 
 
 class Run:
-    """A run for the length of an attempt. All ranks have one; `places` by kind, and `owner`, whose lease says where the
-    run is and whether it is still this attempt's, are rank 0's.
+    """A run for the length of an attempt. All ranks have one. Only rank 0 has `places`, by kind, and `owner`, the lease
+    that says whether the run still belongs to this attempt.
 
-    `newest`: the copy to go on from, on all ranks, None at the beginning of a run, and once the loop has it. `kind`: of
-    the place where it was. `words`: what it is, for the user. `finished`: nothing is left to do. `second_rank`: who
-    keeps second copies, None where none is needed. `saved`: the record of the newest good copy in rank 0's folder at
-    the beginning. `saved_step`: of the newest copy there now, -1 for none.
+    `newest`: the copy to resume from, on all ranks; None at the beginning of a run, and after the loop has taken the
+    copy. `kind`: the kind of that copy. `words`: its description for the user. `finished`: nothing is left to do.
+    `second_rank`: the rank that keeps second copies, or None. `saved`: the record of the newest good copy in rank 0's
+    folder at the beginning. `saved_step`: the step of the newest copy there now, or -1.
     """
 
     def __init__(self, group: Group, options: Options) -> None:
@@ -45,17 +45,17 @@ class Run:
         self.second_rank: int | None = None
         self.newest: Copy | None = None
         self.kind, self.words = CHECKPOINT, ""
-        self._found = list[list[Any]]()  # copies that rank 0 alone reaches: fields of a Candidate from `kind` on
-        self._newest_here: Path | None = None  # rank 0's: the copy of which `saved` is the record
-        self._rescued = False  # this node may have rescues of the run
+        self._found = list[list[Any]]()  # copies that only rank 0 reaches: fields of a Candidate from `kind` on
+        self._newest_here: Path | None = None  # on rank 0, the copy whose record is `saved`
+        self._rescued = False  # whether this node may have rescues of the run
 
     # Opening --------------------------------------------------------------------------------------------------
 
     def find(self, stack: contextlib.ExitStack) -> None:
-        """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
+        """Take ownership of the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options = self.group, self.options
         values, self.token = group.on_rank0(lambda: self._take(stack))
-        self.mark = f"{group.attempt}-{self.token[:8]}"  # a launcher may give the id of an attempt twice
+        self.mark = f"{group.attempt}-{self.token[:8]}"  # unique, although a launcher may give an attempt's id twice
         self.lineage = Lineage(**values)
         self._choose()
         self.saved_step = self.saved["step"] if self.saved else -1
@@ -75,17 +75,17 @@ class Run:
         )
 
     def _take(self, stack: contextlib.ExitStack) -> tuple[dict[str, Any], str]:
-        """Own the folder and the other places, on rank 0. Returns the run there, or one that begins, and the token of
-        the lease. Raises UserError and PeerLost."""
+        """Take ownership of the folder and the other places, on rank 0. Return the lineage of the run there or of a new
+        run, and the token of the lease. Raises UserError and PeerLost."""
         group, options, folder = self.group, self.options, self.folder / "checkpoints"
         agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
         self.owner = lease = Lease(self.folder, group.attempt, agreed=agreed)
         with disk_errors("run_dir", self.folder):
-            stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
+            stack.enter_context(lease)  # on the caller's stack, and in this call, so that a refusal reaches all ranks
             group.status.claim(lease)
             remove_unfinished(folder)
             begun = Lineage.read(self.folder)
-            # To start anew must not lose anything
+            # --fresh loses nothing: it moves the earlier run aside, unless this launch itself began that run
             anew = options.fresh and not (begun and self._may_take(begun))
             if anew and (aside := put_aside(self.folder, check=lease.check)):
                 group.log.info(f"--fresh: the earlier run was moved to {aside}")
@@ -101,18 +101,18 @@ class Run:
         return line.values(), lease.token
 
     def _may_take(self, other: Lineage) -> bool:
-        """Whether to go on with that run: who begins anew does so only with what its own launch began anew before."""
+        """Return whether this attempt may resume `other`. With --fresh, only if this launch began that run itself."""
         return not self.options.fresh or choice.of_this_job(other, self.group)
 
     def _choose(self) -> None:
         """Find the newest state that any rank can reach. All ranks call this.
 
-        Raises, on all ranks, UserError where nothing whole is left of a run that has copies, or the run can't be gone
-        on with, and PeerLost where a place does not answer that may hold the newest.
+        Raises on all ranks: UserError if all copies of the run are damaged or this attempt can't resume the run, and
+        PeerLost if a place that may hold the newest copy does not answer.
         """
         group, folder, options = self.group, self.folder, self.options
         known = self.lineage if self.lineage.number else None  # the run that rank 0's folder holds
-        # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
+        # `_sees` does not wait: if a network file system shows the file late, the node only keeps a needless copy
         own = [*self._found, *choice.held_by(group, folder, options)]
         seen, nodes, found = zip(*group.gather([self._sees(), memory.node_id(), own]), strict=True)
         candidates = [Candidate(rank, nodes[rank], *values) for rank, each in enumerate(found) for values in each]
@@ -130,7 +130,7 @@ class Run:
         choice.put_aside_others(folder, self.lineage.run)
 
     def _go_on_from(self, one: Candidate, line: Lineage | None) -> Copy:
-        """The copy, on the `line` of attempts, on all ranks. Raises, on all ranks, Damaged, UserError and PeerLost."""
+        """Read copy `one` on all ranks, and adopt its `line`. Raises on all ranks: Damaged, UserError and PeerLost."""
         options = self.options
 
         def read_it() -> Copy:
@@ -148,14 +148,14 @@ class Run:
         self.words = copy.path.name if one.kind < PEER else one.words
         if one.kind == RESCUE:
             self.words += "; no finished step was lost"
-        if line is not None and line.number > self.lineage.number:  # than what rank 0's disk knows
+        if line is not None and line.number > self.lineage.number:  # rank 0's disk knows less
             self.lineage = line
         elif not self.lineage.number and one.kind == CHECKPOINT:
-            self.lineage.run = copy.record["run"]  # run.json was lost: trackers know the run by the same id
+            self.lineage.run = copy.record["run"]  # run.json was lost; keep the id, because trackers know the run by it
         return copy
 
     def _find_here(self, passed: set[str]) -> dict[str, Any] | None:
-        """Find the newest copy in rank 0's folder that was not `passed` over. Returns its record."""
+        """Find the newest copy in rank 0's folder that was not tried before (`passed`). Return its record."""
         if self.newest is not None and self.kind < PEER:
             self._newest_here = self.newest.path
             return self.newest.record
@@ -168,12 +168,12 @@ class Run:
         return None
 
     def _sees(self) -> bool:
-        """Whether this rank finds in the folder what rank 0, whose lease has this token, has just written there."""
+        """Return whether this rank sees in the folder the lease that rank 0 has just written there."""
         return bool(read_json(self.folder / "lease.json").get("token") == self.token)
 
     def check_shared(self) -> None:
-        """Raises UserError on all ranks where one does not see the folder of rank 0: else the first save of a sharded
-        copy would fail, hours later. All ranks call this."""
+        """Raise UserError on all ranks if a rank does not see the folder of rank 0. Otherwise the first save of a
+        sharded copy would fail, hours later. All ranks call this."""
         until_s = time.monotonic() + VISIBLE_S
         while not (seen := self._sees()) and time.monotonic() < until_s:
             time.sleep(0.1)
@@ -186,8 +186,8 @@ class Run:
             )
 
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
-        """From here on the run continues what this attempt started from, and no other rescue. All ranks call this.
-        `open_files`: rank 0's, of the caller. Raises on all ranks, UserError and PeerLost."""
+        """Record that the run continues with this attempt from `step`, and drop other rescues. All ranks call this.
+        `open_files`: called on rank 0 to open the caller's files. Raises UserError and PeerLost on all ranks."""
         writer = self.newest.record["attempt"] if self.newest is not None else None
         self.lineage.go_on(self.mark, step=step, writer=writer)
 
@@ -196,39 +196,39 @@ class Run:
                 self.lineage.write(self.folder, check=self.owner.check)
             open_files()
             for place in self.places.values():
-                if place.required:  # or a machine that comes next would not know of a run that was begun anew
+                if place.required:  # otherwise the next machine would not know of a run that was begun anew
                     place.upload(None)
-                place.copy(self._newest_here)  # an earlier attempt may have had no time for it
+                place.copy(self._newest_here)  # an earlier attempt may have had no time to upload it
 
         self.group.on_rank0(write)
-        if self.second_rank is not None and not self.parts.wanted:  # of split state it has only a part
+        if self.second_rank is not None and not self.parts.wanted:  # that rank would have only a part of split state
             who = f"rank {self.second_rank} on {self.group.hosts[self.second_rank]}"
-            self.group.log.info(f"copies {who} keeps the newest checkpoint too: the nodes share no disk")
-        # What is of a later step is damaged, or of an attempt that the run went on without
+            self.group.log.info(f"copies {who} also keeps the newest checkpoint, because the nodes share no disk")
+        # A rescue of a later step is damaged, or of an attempt that is not on the run's line
         memory.remove(self.lineage.run, range(self.saved_step + 1, step + 1))
         self._rescued = step > max(0, self.saved_step) and not self.parts.wanted
 
     # Saves ----------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait for the last save, in a store too: another one begins, or the training ends. All ranks call this.
-        Raises, on all ranks, UserError and PeerLost."""
+        """Wait for the last save, also in a store, before another save begins or the training ends. All ranks call
+        this. Raises UserError and PeerLost on all ranks."""
         self.saver.look(wait=True)
         if self.options.store:
             self.group.watch.enter("save", self.options.save_timeout_s)
             self.group.on_rank0(lambda: self.places[STORE].settle())
 
     def settle(self) -> None:
-        """The same for all saves, because the training ends."""
+        """Wait for all saves, also in memory and of second copies, because the training ends."""
         self.wait()
         self.parts.close()
         if (second := self.saver.second) is not None:
             second.join(second.left_s)
 
     def _note_saved(self, step: int) -> None:
-        """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""
+        """Note that the copy of `step` is on disk, which all ranks know, and remove the rescues that it replaces."""
         self.saved_step = step
-        if self._rescued:  # what an earlier attempt left: while this one trains none is written
+        if self._rescued:  # they are of an earlier attempt, because no rescue is written while this one trains
             memory.remove(self.lineage.run, range(step + 1, sys.maxsize))
             self._rescued = False
         for place in self.places.values():
@@ -239,9 +239,9 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(group: Group, options: Options) -> Iterator[Run]:
-    """Own the run in the group's folder for the length of the block, and find what is there. All ranks call this.
+    """Own the run in the group's folder for the length of the block, and find its newest copy. All ranks call this.
 
-    Raises UserError on all ranks where another attempt is alive, or where the newest copy can't be gone on with.
+    Raises UserError on all ranks if another attempt is alive, or this attempt can't resume from the newest copy.
     """
     run = Run(group, options)
     group.watch.enter("setup", options.setup_timeout_s)  # a copy may have to be fetched
@@ -251,7 +251,7 @@ def open_run(group: Group, options: Options) -> Iterator[Run]:
             yield run
         except BaseException as error:
             if run.saver.writing.under_way and broke_collective(error):
-                # There will be a rescue, which must not wait for the disk. The thread may publish until this process
+                # The rescue that follows must not wait for the disk, and the thread may publish until this process
                 # ends. Until then no other attempt may own the folder: the kernel frees the lease, as after a kill
                 stack.pop_all()
             elif run.saver.writing.under_way:

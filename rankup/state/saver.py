@@ -1,8 +1,8 @@
-"""Saves beside the training: a rank copies its state in memory, and a thread writes the copy (CheckFreq, FAST '21).
+"""Saves in the background: a rank copies its state in memory, and a thread writes the copy (CheckFreq, FAST '21).
 
-The thread calls no collective: gloo pairs them by their order, and the loop calls its own meanwhile. Rank 0 writes
-plain copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name at the first step after all
-have done so.
+The thread calls no collective, because gloo matches collectives by their order, and the loop calls its own at the same
+time. Rank 0 writes plain copies. Of a sharded copy each rank writes its part, and rank 0 publishes the copy at the
+first step after all ranks have written theirs.
 """
 
 import threading
@@ -23,21 +23,21 @@ from rankup.state.copies import STATE, Check, Content, Fingerprint, no_check
 from rankup.state.tree import TREE, TensorFile, Tensors, encode, file_of, files_of, local_parts, own_parts, to_file
 
 T = TypeVar("T")
-ROOM = 2  # a save needs its copy in memory, and as much again stays free
+ROOM = 2  # free memory that a background save needs, in multiples of the state: its copy, and as much left free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a run is kept.
+    """How to save and resume a run.
 
-    `store`: an address below which the run must lie too. `mirror`: a folder or an address that gets copies and may
-    fail. `fresh`: put aside what is there, unless this launch began it. `save`: sync, or auto, which looks how much
-    memory is free. `sharded`: ranks write their parts of split state, else rank 0 gathers it. `keep`: how many copies
-    stay. `memory_every_steps`: see `rankup.state.memory`; 0 takes none that are there either.
-    `compare_every_steps`: 0 says that ranks hold different states on purpose.
+    `store`: an address below which the run must be kept too. `mirror`: a folder or an address that gets copies and may
+    fail. `fresh`: put the earlier run aside, unless this launch began it. `save`: sync, or auto, which saves in the
+    background if enough memory is free. `sharded`: each rank writes its part of split state; otherwise rank 0 gathers
+    it. `keep`: how many copies to keep. `memory_every_steps`: see `rankup.state.parts`; with 0 existing parts in memory
+    are not used either. `compare_every_steps`: 0 says that ranks hold different states on purpose.
 
-    `check`: raises UserError for a copy from which this attempt may not go on, ValueError for a damaged one.
-    `finished`: whether nothing is left to do after a copy, given what `result.json` says; asked on rank 0.
+    `check`: raises UserError for a copy from which this attempt may not resume, ValueError for a damaged copy.
+    `finished`: called on rank 0 with a copy and the content of `result.json`; returns whether nothing is left to do.
     """
 
     store: str = ""
@@ -55,7 +55,7 @@ class Options:
 
 
 class Writing:
-    """Work beside the training: one piece at a time, in a thread or at once, and what the last one failed with."""
+    """Runs one piece of work at a time, in a thread or at once. `failure`: what the last piece raised, or None."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s
@@ -64,7 +64,7 @@ class Writing:
         self.failure: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """In a thread, once what is under way has ended."""
+        """Run `work` in a thread, after the work that is under way has ended."""
         before, self.began_s, self.failure = self._thread, time.monotonic(), None
 
         def follow() -> None:
@@ -76,11 +76,11 @@ class Writing:
         self._thread.start()
 
     def run(self, work: Callable[[], T]) -> T | None:
-        """At once. Returns None where it fails."""
+        """Run `work` at once and return its result, or None if it fails."""
         self.began_s, self.failure = time.monotonic(), None
         try:
             return work()
-        except BaseException as error:  # a fault too: it is raised where the loop sees it
+        except BaseException as error:  # also a fault of the program: the loop raises it later
             self.failure = error
             return None
 
@@ -98,25 +98,25 @@ class Writing:
 
 
 class Saver:
-    """Writes the copies of a run into `folder`, at most one at a time. All ranks have one. `step`: of the save that is
-    under way, None where there is none."""
+    """Writes the copies of a run into `folder`, at most one at a time. All ranks have one. `step`: the step of the save
+    that is under way, or None."""
 
     def __init__(
         self, group: Group, folder: Path, options: Options, *, token: str, check_owner: Callable[[], None],
         saved: Callable[[int], None], second: "SecondCopies | None",
     ) -> None:
-        """`token`: of this attempt, equal on all ranks. `check_owner`: see `copies.publish`. `saved`: called on all
-        ranks with the step of each copy that stands."""
+        """`token`: the token of this attempt, equal on all ranks. `check_owner`: see `copies.publish`. `saved`: called
+        on all ranks with the step of each published copy."""
         self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_timeout_s
         self.check_owner = check_owner if group.is_rank0 else lambda: None
         self.sharded, self.token = options.sharded, token
         self.saved, self.second = saved, second
         self.step: int | None = None
         self._copies = HostCopies(group.device)
-        self._beside = False if options.save == "sync" else None  # whether it is written beside the training
+        self._beside = False if options.save == "sync" else None  # whether to save in the background; None: undecided
         self.writing, self._count = Writing("save", options.save_timeout_s), 0
-        # Of a sharded copy: what this rank has written, and what makes a copy of all ranks' files
-        self._staging: Path | None = None  # rank 0's
+        # For a sharded copy: what this rank has written, and the function that publishes the files of all ranks
+        self._staging: Path | None = None  # on rank 0
         self._part: dict[str, Fingerprint] = {}
         self._join_parts: Callable[[dict[str, Fingerprint]], None] | None = None
 
@@ -124,22 +124,22 @@ class Saver:
         self, step: int, record: Callable[[], bytes], tracked: dict[str, Any], *, may_go_on: bool = True,
         wait: bool = False,
     ) -> None:
-        """Write one copy, beside the training where that may be; the save before ends first. All ranks call this at the
-        same step, and then `look` at each one.
+        """Write a copy, if possible in the background, after the save before has ended. All ranks call this at the same
+        step, and then call `look` at each step.
 
-        `record`: makes the contents of `state.json`, where they are written. `tracked`: whole on rank 0, or each rank's
-        part where copies are sharded. `may_go_on`: False where it is not to be kept in memory. `wait`: the training
-        ends with this one.
-        Raises, on all ranks, UserError where one can't write, and PeerLost where another attempt owns the run.
+        `record`: returns the content of `state.json`; called on the ranks that write it. `tracked`: the whole state on
+        rank 0, or each rank's part if copies are sharded. `may_go_on`: whether the training may continue while the copy
+        is written from memory. `wait`: the training ends with this save.
+        Raises on all ranks: UserError if a rank can't write, and PeerLost if another attempt owns the run.
         """
         self.look(wait=True)
         self.group.watch.enter("save", self.timeout_s, step=step)
-        if self.second is not None and may_go_on:  # this rank has all that rank 0 has
+        if self.second is not None and may_go_on:  # this rank has the same state as rank 0
             self.second.save(step, record(), tracked, wait=wait)
         self.step, self._count, self._part, self._join_parts = step, self._count + 1, {}, None
         if self.group.is_rank0 or self.sharded:
             prepared = self.writing.run(lambda: self._prepare(step, record(), tracked, may_go_on))
-            # No rank may wait for the part of one that writes none
+            # No rank may wait for the part of a rank that failed before it wrote any
             failed = self.group.max(int(prepared is None)) if self.sharded else 0
             if prepared and not failed:
                 work, beside = prepared
@@ -148,7 +148,7 @@ class Saver:
             self._conclude()
 
     def look(self, *, wait: bool = False) -> None:
-        """Notice whether the save beside the training has ended; with `wait`, wait for it. All ranks, at the same step.
+        """Conclude the background save if it has ended; with `wait`, wait for it. All ranks call this at the same step.
 
         Raises as `save` does.
         """
@@ -161,8 +161,8 @@ class Saver:
             self._conclude()
 
     def wait(self) -> None:
-        """Let the copy get published within its deadline, because this process is about to end. Any thread calls this.
-        Raises nothing. Shards are not waited for, which other ranks have to write too."""
+        """Wait until the copy is published or its deadline has passed, because this process is about to end. Any thread
+        may call this. Raises nothing. Does not wait for a sharded copy, which needs the other ranks too."""
         if self._join_parts is None:
             self.writing.join(self.writing.left_s)
 
@@ -171,8 +171,8 @@ class Saver:
     def _prepare(
         self, step: int, record: bytes, tracked: dict[str, Any], may_go_on: bool
     ) -> tuple[Callable[[], None], bool]:
-        """What is to be done of the save, and whether that may be done beside the training."""
-        # Never the same name twice: NFS caches that it is the folder of a copy of this step by now
+        """Return the work of this rank for the save, and whether to do it in the background."""
+        # Never use a staging name twice: NFS may still have cached that the name is now the published copy's folder
         staging = copies.staging_of(self.folder, step, f"{self.token}-{self._count}")
         how: dict[str, Any] = {"step": step, "keep": self.keep, "check_owner": self.check_owner}
         if self.group.is_rank0 and self.sharded:
@@ -201,29 +201,29 @@ class Saver:
         return write, beside
 
     def _fit(self, tensors: Tensors) -> bool:
-        """Whether there is memory for copies of `tensors`. Asked once: it is kept from then on."""
+        """Return whether there is memory for copies of `tensors`. Decided once, because the buffers are then kept."""
         if self._beside is None:
             needed, free = ROOM * sum(tensor.nbytes for tensor in tensors.values()), memory_available()
             self._beside = free >= needed
             if not self._beside:
                 self.group.log.info(
-                    f"save   the training waits for each save: to go on meanwhile takes {needed / 2**20:,.0f} MiB of "
-                    f"memory, {free / 2**20:,.0f} are free"
+                    f"save   the training waits for each save: a background save needs {needed / 2**20:,.0f} MiB of "
+                    f"memory, {free / 2**20:,.0f} MiB are free"
                 )
         return self._beside
 
     def _conclude(self) -> None:
-        """What became of the save, on all ranks: raises what a rank met."""
+        """Wait for the save, and publish a sharded copy. Raises on all ranks what the save raised on a rank."""
         assert self.step is not None
         if self.writing.under_way:
-            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
+            # The deadline counts from the start of the save. If the disk hangs, the watchdog then ends this process
             self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self.writing.began_s)
             self.writing.join()
         own = self.writing.failure
         if own is not None and not isinstance(own, UserError | PeerLost):
-            raise own  # a fault: the others lose this rank
+            raise own  # a fault of the program: the other ranks lose this rank
         found = self.group.gather([type(own).__name__ if own else "", str(own) if own else "", self._part])
-        # No rank may blame its disk for what another attempt has removed
+        # PeerLost first: if another attempt has removed our files, ranks must not blame their disks
         failed = [(kind, text) for kind, text, _ in found if kind]
         for kind, text in sorted(failed, key=lambda failure: failure[0] != "PeerLost"):
             if self._staging is not None:
@@ -238,16 +238,16 @@ class Saver:
 
 
 class SecondCopies(Writing):
-    """Where the nodes share no disk, one rank of another node than rank 0's keeps the newest copy too, in a thread.
-    Nothing is sent, because it has the state that rank 0 saves, see `rankup.loop.agreement`. No step and no save waits
-    for it, and whatever fails is one line."""
+    """Second copies: if the nodes share no disk, a rank of another node than rank 0's writes the newest copy too, in a
+    thread. Nothing is sent, because that rank has the same state as rank 0, see `rankup.loop.agreement`. No step and no
+    save waits for a second copy, and a failure is only logged, in one line."""
 
     def __init__(self, group: Group, folder: Path, options: Options) -> None:
         super().__init__("copy", options.save_timeout_s)
         self.group, self.folder, self._copies, self._said = group, folder, HostCopies(group.device), ""
 
     def save(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
-        """Begin to write the state of this step, unless the copy before is still written; `wait`: after that one."""
+        """Begin to write the state of this step, unless a write is under way. `wait`: wait for that write first."""
         if wait:
             self.join(self.left_s)
         if self.under_way:
@@ -260,31 +260,31 @@ class SecondCopies(Writing):
         try:
             self._copies.wait()
             remove_unfinished(self.folder)
-            # No other one stays: one of a later step is of a line of attempts that the run has left
+            # Keep no other copy: a copy of a later step would be of an attempt that is not on the run's line
             copies.save(self.folder, files, step=step, keep=0)
             self._said = ""
-        except Exception as error:  # a copy that fails must not end the training
-            if (text := f"no second copy: {reason(error)}") != self._said:  # a full disk stays full
+        except Exception as error:  # a second copy that fails must not end the training
+            if (text := f"no second copy: {reason(error)}") != self._said:  # do not repeat the same warning
                 self.group.log.warning(text)
             self._said = text
 
 
 class HostCopies:
-    """Copies of tensors in memory that is taken once and used by each save anew. Fresh memory would cost more than the
-    copy: the kernel clears each page when it is touched first."""
+    """Copies of tensors in host memory that is allocated once and reused by each save. Fresh memory would cost more
+    than the copy itself, because the kernel clears each page at the first touch."""
 
     def __init__(self, device: torch.device) -> None:
-        # A GPU copies into pinned memory by itself, in the order of its queue, and the host goes on
+        # A GPU copies into pinned memory asynchronously, in stream order, while the host continues
         self._events = [torch.Event(device, enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._buffers: Tensors = {}
 
     def take(self, tensors: Tensors) -> Tensors:
-        """The tensors as they are now, until the next call. On a GPU the copies are complete after `wait` only; the
-        work that is queued from now on does not get into them."""
+        """Return copies of the tensors as they are now, valid until the next call. On a GPU the copies are complete
+        only after `wait`; work that is queued from now on does not change them."""
         self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
         for event in self._events[:1]:
             event.record()
-        # One call, in which other threads may run: the lease beats, the deadlines are watched
+        # One call, during which other threads can run, such as those for the lease and the deadlines
         if tensors:
             to = [self._buffers[name] for name in tensors]
             torch._foreach_copy_(to, [*tensors.values()], non_blocking=bool(self._events))
@@ -293,8 +293,8 @@ class HostCopies:
         return self._buffers
 
     def wait(self) -> float:
-        """Wait until the device has made the last copies. Returns how long they took it, in seconds: not the steps that
-        were in its queue before them."""
+        """Wait until the device has made the last copies. Return how many seconds the copies took, without the work
+        that was queued before them."""
         if not (self._events and self._buffers):
             return 0.0
         began, ended = self._events
@@ -302,7 +302,7 @@ class HostCopies:
         return float(began.elapsed_time(ended)) / 1000
 
     def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """In the same memory format: else the copy would go element by element."""
+        """Return a buffer in the memory format of `tensor`. With another format the copy would be per element."""
         had, like = self._buffers.get(name), torch.empty_like(tensor, device="meta")
         if had is not None and (had.dtype, had.shape, had.stride()) == (like.dtype, like.shape, like.stride()):
             return had

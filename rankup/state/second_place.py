@@ -1,14 +1,14 @@
-"""A run at a second place beside its folder: in a store, with `--run-dir s3://...`, which is required, or on a mirror,
-with `--mirror DIR_OR_URL`, which may fail. What is published in the folder is copied there.
+"""The second place of a run, besides its folder: an object store (`--run-dir s3://...`), which is required, or a mirror
+(`--mirror DIR_OR_URL`), which may fail. What is published in the folder is copied to the second place.
 
     lease/00000007.json
     00000007/run.json config.yaml result.json metrics.jsonl logs/ tensorboard/
     00000007/checkpoints/<id of the run>/step-00001200-5f0c9a417be2/... manifest.json
 
-All that an attempt writes lies below its number (`rankup.places.lease`): an owner that was frozen, and taken for dead,
-overwrites its own objects alone. Readers begin at the highest number. A copy is there once its manifest is, which is
-written last. Its name has the digest of the manifest, and that has those of the files: two uploads never mix, and a
-manifest that is cut, old or in the wrong place does not pass.
+Each owner writes only below its own number (`rankup.places.lease`), so an owner that was frozen and taken for dead can
+only overwrite its own objects. Readers begin at the highest number. A copy exists once its manifest exists, which is
+written last. The copy's name contains the digest of the manifest, and the manifest contains the digests of the files.
+Two uploads therefore never mix, and a manifest that is cut, old or in the wrong folder is refused.
 """
 
 import contextlib
@@ -38,29 +38,29 @@ from rankup.urls import is_url
 KEY = re.compile(r"\d{8,}/checkpoints/([\w-]+)/step-\d{8,}-[0-9a-f]{12}/manifest\.json")
 FILES = (FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
 TENSORBOARD = "tensorboard"
-BEFORE_WATCHDOG = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
+BEFORE_WATCHDOG = 0.9  # share of a deadline after which we fail, before the watchdog does, which can't name the place
 
 
-# What lies at a place, for commands too. All raise as `Place` does ---------------------------------------------------
+# What a place holds, for commands too. All functions raise as `Place` does -------------------------------------------
 
 
 def newest_run(place: Place, names: Iterable[str]) -> tuple[int, Lineage | None]:
-    """The last owner that has written a whole run.json, and what that says; 0 and None where there is no run. `names`:
-    all at the place."""
+    """Return the number of the last owner that wrote a whole run.json, and its lineage; 0 and None if there is no run.
+    `names`: all names at the place."""
     for number in range(max(map(number_of, names), default=0), 0, -1):
         name = f"{folder_of(number)}/{FILE}"
         if name in names and (found := Lineage.of(place.read_json(name))):
             return number, found
     if runs := sorted({_run_of(one) for one in _copies(names)}):
         raise UserError(
-            f"{place.url} must say in run.json which run it holds, got none, and checkpoints of {', '.join(runs)}. Put "
-            "run.json back from a copy, or set another --name."
+            f"{place.url} must say in run.json which run it holds, got no run.json, and checkpoints of "
+            f"{', '.join(runs)}. Restore run.json from a backup, or set another --name."
         )
     return 0, None
 
 
 def _copies(names: Iterable[str], run: str = "") -> list[str]:
-    """The folders of the copies that have a manifest, of all runs or of one, the newest first."""
+    """Return the folders of the copies that have a manifest, of all runs or only of `run`, newest first."""
     found = [name.rpartition("/")[0] for name in names if (key := KEY.fullmatch(name)) and run in ("", key[1])]
     return sorted(found, key=lambda folder: (number_of(folder), step_of(Path(folder)), folder), reverse=True)
 
@@ -74,8 +74,8 @@ def _digest(manifest: bytes) -> str:
 
 
 def _download(place: Place, stored: str, target: Path) -> None:
-    """Copy the folder `stored` of a copy. Its files are not verified. Raises Damaged where the manifest is not that of
-    the copy's name, and OSError."""
+    """Download the copy in the folder `stored`, without verifying its files. Raises OSError, and Damaged if the digest
+    in the copy's name is not that of its manifest."""
     place = place.below(stored)
     manifest = place.read(MANIFEST)
     if manifest is None:
@@ -88,10 +88,10 @@ def _download(place: Place, stored: str, target: Path) -> None:
 
 @contextlib.contextmanager
 def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
-    """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
+    """Yield a local path for `place`: the path itself, or for an address a download that is removed after the block.
 
-    The address may name a run, which stands for its newest whole checkpoint, a folder without subfolders, such as a
-    checkpoint's, or a file. Raises UserError if there is nothing to read or the store refuses, and PeerLost if it does
+    The address may name a run (its newest whole checkpoint is downloaded), a folder without subfolders, such as that of
+    a checkpoint, or a file. Raises UserError if there is nothing to read or the store refuses, and PeerLost if it does
     not answer within `timeout_s`.
     """
     if not is_url(place):
@@ -101,7 +101,7 @@ def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
     def fetch(folder: str) -> Copy:
         target = own / Path(folder).name.rpartition("-")[0]
         _download(there, folder, target)
-        return Copy(target, verify(target), {})  # whoever asked for it reads it
+        return Copy(target, verify(target), {})  # the caller reads the items
 
     warn, folder = logging.getLogger("rankup").warning, cache_roots()[0] / "fetched"
     with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
                 each = ((f"checkpoint {Path(one).name}", partial(fetch, one)) for one in _copies(names, run.run))
                 newest = copy.path if (copy := newest_whole(place, each, warn)) else newest
             else:
-                for name in names or [""]:  # a list at http does not know the file at its own address
+                for name in names or [""]:  # over http, a list of a file's address does not contain the file
                     if "/" not in name:
                         there.download(name, newest / name)
         if not newest.exists():
@@ -123,38 +123,38 @@ def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
 
 
 class SecondPlace:
-    """The second place of the run in `folder`, to which a thread copies, always the newest. Rank 0 only. `settle`
-    raises what a required one failed with. A mirror that fails is one line until it is back, and the end says what
-    it lacks."""
+    """The second place of the run in `folder`. On rank 0 a thread uploads the newest copy to it. If a required place
+    fails, `settle` raises. If a mirror fails, one warning is logged until the mirror is back, and another at the end if
+    the mirror lacks the newest copy."""
 
     def __init__(
         self, url: str, folder: Path, lease: Lease, log: logging.Logger, options: Options, *, required: bool
     ) -> None:
-        """`url`: of all runs there. `lease`: of `folder`, which is held already."""
+        """`url`: the address of all runs there. `lease`: the lease of `folder`, which is already held."""
         self.required, self.options, self.log = required, options, log
         self.folder, self.checkpoints = folder, folder / "checkpoints"
         self.place = Place.open(url, warn=log.warning if required else self._fail).below(folder.name)
-        self.run = ""  # the id of the run that is copied
+        self.run = ""  # the id of the run that is uploaded
         self.called = self.place.url if required else f"the mirror {self.place.url}"
         self.lease = StoreLease(self.place, lease)
         self._copying = Writing("upload", math.inf)
-        self._waits = False  # a thread has yet to begin, and copies what is the newest then
+        self._waits = False  # an upload is queued; when it begins, it takes the copy that is then the newest
         self._missing: Path | None = None  # the newest copy, while the place lacks it
-        self._failing = ""  # what was said of a mirror that fails
-        self._uploaded: dict[str, tuple[int, int]] = {}  # a file's size and time when it was uploaded last
+        self._failing = ""  # the last failure of a mirror, "" while the mirror works
+        self._uploaded: dict[str, tuple[int, int]] = {}  # size and mtime of each file at its last upload
 
     def patient(self, timeout_s: float) -> None:
-        """From now on requests are tried again for so long."""
+        """Let requests be tried again for most of `timeout_s` from now on."""
         self.place = self.lease.place = self.place.within(BEFORE_WATCHDOG * timeout_s)
 
     # At opening -----------------------------------------------------------------------------------------------
 
     def adopt(self, stack: contextlib.ExitStack, *, wanted: Callable[[Lineage], bool]) -> list[list[Any]]:
-        """Own the place, and take the run that is there where the folder is behind it, or has neither a run nor a copy.
-        Returns the copies there of the run in the folder, as fields of a Candidate from `where` on. A required place
-        has one owner until `stack` ends; whoever comes last owns a mirror. `wanted`: whether that run may be gone on
-        with. Raises OSError, and UserError and PeerLost where the place is required, or where it alone may have a copy.
-        """
+        """Take ownership of the place. Fetch its run if the folder is empty, or if a required place is ahead of it.
+        Return the place's copies of the folder's run, as fields of a Candidate from `where` on. A required place
+        belongs to this attempt until `stack` ends; a mirror belongs to the attempt that came last. `wanted`: whether
+        this attempt may resume a run. Raises OSError; also UserError and PeerLost if the place is required or may be
+        the only one that has a copy."""
         here, alone, found = Lineage.read(self.folder), not list_whole(self.checkpoints), list[list[Any]]()
         nothing_here = alone and here is None
         with self._asking(alone=False):
@@ -166,12 +166,12 @@ class SecondPlace:
             if there is None or not wanted(there):
                 return []
             behind = self.required and not (here and here.goes_on_from(there))
-            if behind and not nothing_here:  # what others have gone on without
+            if behind and not nothing_here:  # the run continued on another machine, without what is here
                 aside = put_aside(self.folder, check=self.lease.check)
-                self.log.info(f"{self.called} went on elsewhere: what this machine had of it was moved to {aside}")
+                self.log.info(f"{self.called} went on elsewhere: this machine's older files were moved to {aside}")
             if behind or nothing_here:
                 self.fetch_files(number)
-            elif here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
+            elif here and here.run == there.run and there.number > here.number:  # another machine has been node 0 since
                 there.write(self.folder, check=self.lease.check)
             run = Lineage.read(self.folder)
             for one in _copies(names, run.run) if run else []:
@@ -180,32 +180,32 @@ class SecondPlace:
         return found
 
     def fetch_files(self, number: int) -> None:
-        """Fetch everything besides copies that this owner has written. Raises UserError where the disk here is full."""
+        """Fetch all files but copies that owner `number` has written. Raises UserError if the disk here is full."""
         own = self.place.below(folder_of(number))
         with disk_errors("copy of the run", self.folder):
-            for name in sorted(own.names(), key=lambda name: name == FILE):  # with that all are here
-                # No name may lead elsewhere
+            for name in sorted(own.names(), key=lambda name: name == FILE):  # run.json last: it says that all are here
+                # No name may lead out of the folder
                 if name in FILES or (name.startswith(f"{TENSORBOARD}/") and ".." not in name):
                     own.download(name, self.folder / name)
 
     def fetch(self, stored: str, check: Check) -> Copy:
-        """Copy the folder `stored` of a copy into ours. Raises Damaged, and UserError where the disk here is full, or
-        `check` refuses it."""
+        """Download the copy `stored` into the run's folder, and read it. Raises Damaged, and UserError if the disk here
+        is full or `check` refuses the copy."""
         directory, name = self.checkpoints, Path(stored).name.rpartition("-")[0]
         target, staging = directory / name, copies.staging_of(directory)
-        path = staging / name  # its name says the step, which is verified too
+        path = staging / name  # the folder needs its final name, because `read` verifies the step in it
         try:
             with disk_errors("checkpoint", directory):
                 with self._asking(alone=not list_whole(directory)):
                     _download(self.place, stored, path)
-                copy = read(path, check)  # what a mirror that fails has not given is missing
+                copy = read(path, check)  # raises Damaged for files that a failing mirror did not give
                 return replace(copy, path=copies.rename(path, target))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
     @contextlib.contextmanager
     def _asking(self, *, alone: bool) -> Iterator[None]:
-        """A mirror may fail in this block, unless it is the only place that may hold the run (`alone`)."""
+        """Let a mirror fail in this block, unless it may be the only place that holds the run (`alone`)."""
         opening_s = min(self.options.setup_timeout_s, self.options.save_timeout_s)
         try:
             self.patient(opening_s if self.required or alone else FIND_S)
@@ -218,30 +218,30 @@ class SecondPlace:
             self._fail(str(error))
 
     def _claim(self) -> None:
-        """Take the mirror over from its earlier owner. Raises UserError where another attempt does so now."""
+        """Take the mirror over from its earlier owner. Raises UserError if another attempt is doing the same."""
         if not self.lease.number:
             self.lease.claim(max(map(number_of, self.place.names()), default=0) + 1)
 
     # While training -------------------------------------------------------------------------------------------
 
     def copy(self, path: Path | None) -> None:
-        """Copy what has changed beside the copies, and this copy if it is given, in the background."""
+        """Upload changed files, and the copy `path` if given, in the background."""
         self._missing = path or self._missing
         if not self._waits:
             self._waits = True
             self._copying.start(self._copy)
 
     def settle(self) -> None:
-        """Wait until all is there, if that is required. Raises UserError and PeerLost."""
+        """Wait until everything is uploaded, if the place is required. Raises UserError and PeerLost."""
         if self.required:
             self._copying.join()
             if self._copying.failure is not None:
                 raise self._copying.failure
 
     def upload(self, path: Path | None) -> None:
-        """Do at once what `copy` does. Raises UserError and PeerLost, for a mirror too."""
+        """Do at once what `copy` does in the background. Raises UserError and PeerLost, also for a mirror."""
         self.patient(self.options.save_timeout_s)
-        if not self.lease.number:  # the mirror did not answer at the opening
+        if not self.lease.number:  # the mirror did not answer when the run was opened
             here, (_, there) = Lineage.read(self.folder), newest_run(self.place, self.place.names())
             if here and there and there.run == here.run and not here.goes_on_from(there):
                 raise PeerLost(f"another attempt has gone on with the run on {self.place.url}")
@@ -249,34 +249,34 @@ class SecondPlace:
         self.lease.look()
         copies.uploading.add(path)
         try:
-            self.upload_files()  # first: a resumed run does not repeat saved steps
+            self.upload_files()  # before the copy: a run that resumes from it does not write these lines again
             if path is not None:
                 self._upload_copy(path)
         finally:
             copies.uploading.discard(path)
 
     def upload_files(self) -> None:
-        """Copy what has changed in the folder besides its copies."""
+        """Upload the files of the folder that have changed, without copies."""
         paths = [*(self.folder / name for name in FILES), *(self.folder / TENSORBOARD).rglob("*")]
         stats = {path.relative_to(self.folder).as_posix(): path.stat() for path in paths if path.is_file()}
         now = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
         changed = {name for name, stat in now.items() if self._uploaded.get(name) != stat}
         own = self.place.below(folder_of(self.lease.number))
-        # run.json is last: with it the files of this owner are complete, and count instead of an earlier owner's
+        # run.json last: from then on readers take the files of this owner instead of an earlier owner's
         for names in (changed - {FILE}, changed & {FILE}):
             own.upload({name: self.folder / name for name in names})
         self._uploaded |= now
 
     def _upload_copy(self, path: Path) -> None:
-        """Copy the folder `path`, unless this very copy is there, and remove all but the `keep` newest. A kill at any
-        point leaves the earlier copies, and at most objects that no manifest names, which a later upload removes."""
+        """Upload the copy `path`, unless the place has it, and remove all copies but the `keep` newest. A kill at any
+        point leaves the earlier copies, and perhaps objects without a manifest, which a later upload removes."""
         new, names = self._folder_for(path), self.place.names()
         if any(Path(one).name == Path(new).name for one in _copies(names)):
             return
         files = {f"{new}/{file.name}": file for file in path.iterdir() if file.name != MANIFEST}
         self.place.upload({name: file for name, file in files.items() if names.get(name) != file.stat().st_size})
         manifest = (path / MANIFEST).read_bytes()
-        if self._folder_for(path) != new:  # that step was saved again, and what was read may be of both
+        if self._folder_for(path) != new:  # the step was saved again, and the uploaded files may be a mix of both
             return
         self.lease.look()
         self.place.write(f"{new}/{MANIFEST}", manifest)
@@ -284,19 +284,19 @@ class SecondPlace:
         self._remove_old(new)
 
     def _folder_for(self, path: Path) -> str:
-        name = path.name.partition(".")[0]  # `.replaced`, after a kill between two renames
+        name = path.name.partition(".")[0]  # a kill between two renames leaves only a copy called `.replaced`
         digest = _digest((path / MANIFEST).read_bytes())
         return f"{folder_of(self.lease.number)}/checkpoints/{self.run}/{name}-{digest}"
 
     def _remove_old(self, new: str) -> None:
-        """Remove all copies of the run but the `keep` newest, their manifests first, and the files of earlier owners,
-        which `upload_files` has written again. Nothing of a later owner is touched."""
+        """Remove all copies of the run but the `keep` newest, manifests first. Also remove the files of earlier owners,
+        because `upload_files` has written them again. Objects of later owners are not touched."""
         number = self.lease.number
         names = [name for name in self.place.names()
                  if 0 < number_of(name) <= number and not name.startswith("lease/")]
         earlier = [one for one in _copies(names, self.run) if one != new]
         kept = {new, *earlier[: self.options.keep - 1]}
-        # All of a run that --fresh has left stays
+        # Everything of earlier runs, which --fresh put aside, stays
         others = {number_of(one) for one in _copies(names) if _run_of(one) != self.run}
 
         def is_old(name: str) -> bool:
@@ -309,8 +309,8 @@ class SecondPlace:
             self.place.remove(name for name in old if name.endswith(f"/{MANIFEST}") == first)
 
     def finish(self, *, stopped: bool) -> None:
-        """Copy all a last time. A mirror is waited for for a while."""
-        # Where the loop was stopped, it may not have noticed the newest one
+        """Upload everything a last time. Wait a bounded time for a mirror."""
+        # A loop that was stopped may not have noticed that its last save was published
         self.copy(next(reversed(list_whole(self.checkpoints)), None) if self.required or stopped else None)
         self.settle()
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self.options.save_timeout_s / 2)
@@ -328,17 +328,17 @@ class SecondPlace:
         except Exception as error:
             if self.required:
                 raise
-            if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
+            if path is None or path.exists():  # otherwise a newer copy replaced it, and will be uploaded instead
                 self._fail(reason(error))
             return
-        if self._missing is path:  # else a newer one, also of the same step
+        if self._missing is path:  # otherwise a newer copy is missing, perhaps of the same step
             self._missing = None
         if self._failing:
             self._failing = ""
             self.log.info(f"{self.called} is back")
 
     def _fail(self, text: str) -> None:
-        """One line, until it is back."""
+        """Warn once that the mirror fails, until it is back."""
         if not self._failing:
             self.log.warning(f"the mirror fails, the training goes on: {text}")
         self._failing = text

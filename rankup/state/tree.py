@@ -1,14 +1,14 @@
 """Tracked state as files: tensors as safetensors, everything else as JSON. Nothing is pickled.
 
-JSON alone loses int keys, tuples, inf and Counters; safetensors alone loses which tensors are one and the same, and how
-a tensor lies in memory. So `tree.json` has a tree of tagged values: `{"$": "tuple", "v": [1, 2]}`. A tensor stands in
-it by name, `{"$": "tensor", "is": "model/0.weight"}`, twice by the same name where it appears twice. `stride` is kept
-where a tensor is dense but not in C order, as in channels_last.
+Plain JSON loses int keys, tuples, inf and Counters. Safetensors loses which names share one tensor, and the memory
+layout of a tensor. Therefore `tree.json` holds a tree of tagged values, such as `{"$": "tuple", "v": [1, 2]}`. The tree
+refers to a tensor by name, `{"$": "tensor", "is": "model/0.weight"}`, and twice by the same name if the tensor appears
+twice. `stride` is kept if a tensor is dense but not in C order, as in channels_last.
 
-`model/0.weight` is the tensor `0.weight` of the file `model.safetensors`: each tracked item has a file of its own. Of
-split state each rank writes the parts that it holds, under their whole names, into `rank-00000.safetensors`, rank 0
-with all that is not split. Such a file's metadata has the offset of each part and the shape of the whole. So a copy
-loads at any number of ranks, split in any way or not at all: see `rankup.state.reading`.
+`model/0.weight` is the tensor `0.weight` in the file `model.safetensors`: each tracked item has its own file. Of split
+state each rank writes the parts that it holds, under their full names, into `rank-00000.safetensors`; rank 0 adds all
+that is not split. The metadata of such a file has the offset of each part and the shape of the whole tensor. A copy can
+therefore be loaded at any number of ranks, split in any way or not at all, see `rankup.state.reading`.
 """
 
 import base64
@@ -35,18 +35,18 @@ DTYPES = {
 }
 MAPPINGS: dict[str, Any] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict)}
 Tensors = dict[str, torch.Tensor]
-Places = dict[str, tuple[list[int], list[int]]]  # of a part: its offset, and the shape of the whole tensor
+Places = dict[str, tuple[list[int], list[int]]]  # for each part: its offset, and the shape of the whole tensor
 
 
 class TensorFile:
-    """The bytes of a safetensors file, made of tensors on any device while they are iterated: one at a time is copied.
+    """The bytes of a safetensors file of tensors on any device. Iteration copies one tensor at a time to host memory.
     Equal tensors under equal names give equal bytes, whatever their device and memory format."""
 
     def __init__(self, tensors: Tensors, places: Places | None = None) -> None:
-        """`places`: where they are parts, see `local_parts`."""
-        # As safetensors itself orders them: large elements first, so that each tensor is aligned
+        """`places`: set if the tensors are parts, see `local_parts`."""
+        # The order of safetensors itself: large elements first, so that each tensor is aligned
         self._tensors = dict(sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0])))
-        metadata = {"format": "pt"}  # transformers asks for it
+        metadata = {"format": "pt"}  # transformers requires it
         if places is not None:
             metadata["places"] = json.dumps(places)
         header: dict[str, Any] = {"__metadata__": metadata}
@@ -67,19 +67,19 @@ class TensorFile:
         for tensor in self._tensors.values():
             if tensor.numel():
                 whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                flat = whole.as_strided([whole.numel()], [1])  # of a single element torch keeps any stride
+                flat = whole.as_strided([whole.numel()], [1])  # view() needs stride 1, which one element may not have
                 yield flat.view(torch.uint8).numpy().data
 
 
 def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """The tree of the tracked items, for JSON, and the tensors in it by their names. No tensor is copied. Raises
-    UserError for a value that can't be kept, by its path."""
+    """Return the tree of the tracked items, ready for JSON, and the tensors in it by name. No tensor is copied. Raises
+    UserError with the path of a value that can't be kept."""
     tensors: Tensors = {}
     known: dict[object, str] = {}
     return {item: _node(value, f"{item}/", tensors, known) for item, value in tracked.items()}, tensors
 
 
-# No closure calls itself here: it would keep all tensors in memory until the garbage collector comes
+# Not a recursive closure: its reference cycle would keep all tensors in memory until the next garbage collection
 def _node(value: Any, path: str, tensors: Tensors, known: dict[object, str]) -> Any:
     of, kind = partial(_node, tensors=tensors, known=known), type(value)
     if value is None or kind in (str, int, bool) or (kind is float and math.isfinite(value)):
@@ -103,7 +103,7 @@ def _node(value: Any, path: str, tensors: Tensors, known: dict[object, str]) -> 
 
 
 def _tensor_node(value: Any, path: str, tensors: Tensors, known: dict[object, str]) -> dict[str, Any]:
-    local = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor: what this rank holds
+    local = value.to_local() if hasattr(value, "to_local") else value  # this rank's part of a DTensor
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided or local.is_quantized:
         raise _unkept(path, f"a tensor of the kind {type(value).__name__}, {value.layout}")
     if local.dtype not in DTYPES or local.device.type == "meta":
@@ -112,7 +112,7 @@ def _tensor_node(value: Any, path: str, tensors: Tensors, known: dict[object, st
     place = (local.untyped_storage()._cdata, local.storage_offset(), value.shape, local.stride(), local.dtype, *lazy)
     if place not in known or not local.numel():
         name = path if not path.endswith("/") else f"{path}value"
-        while name in tensors or name.endswith("/__metadata__"):  # {"a": {"b": ...}, "a.b": ...}
+        while name in tensors or name.endswith("/__metadata__"):  # {"a": {"b": ...}, "a.b": ...} has a.b twice
             name += "_"
         known[place], tensors[name] = name, value.detach()
     leaf = {"$": "tensor", "is": known[place]}
@@ -121,8 +121,8 @@ def _tensor_node(value: Any, path: str, tensors: Tensors, known: dict[object, st
 
 
 def decode(tree: Any, take: Callable[[str], torch.Tensor], known: Tensors | None = None) -> Any:
-    """The value of a tree. `take` gives the tensor of a name, unless it is `known`. Raises any of half a dozen errors
-    for what `encode` did not make: trees come from files."""
+    """Return the value of a tree. `take` returns the tensor of a name that is not in `known` yet. A tree that `encode`
+    did not make may raise any of half a dozen errors, because trees come from files."""
     known = {} if known is None else known
     of = partial(decode, take=take, known=known)
     if isinstance(tree, list):
@@ -150,7 +150,7 @@ def decode(tree: Any, take: Callable[[str], torch.Tensor], known: Tensors | None
 
 
 def files_of(tree: dict[str, Any], tensors: Tensors) -> dict[str, bytes | TensorFile]:
-    """The files of what `encode` returned, or of copies of these tensors, if they are whole."""
+    """Return the files of a plain copy, for what `encode` returned. `tensors`: whole tensors, or copies of them."""
     by_item: dict[str, Tensors] = {}
     for name, tensor in tensors.items():
         item, _, rest = name.partition("/")
@@ -175,8 +175,8 @@ def _unkept(path: str, what: str) -> UserError:
 
 
 def is_dense(shape: Any, stride: Any) -> bool:
-    """Whether the elements fill their memory without holes or overlap, in any order of the dimensions: only then does
-    torch give a new tensor the same strides."""
+    """Return whether the elements fill their memory without holes or overlap, in any order of the dimensions. Only then
+    does torch give a new tensor the same strides."""
     return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride() == tuple(stride)
 
 
@@ -192,14 +192,14 @@ def file_of(rank: int) -> str:
 
 
 def place_of(tensor: Any, *, replica: bool = False) -> list[int]:
-    """Where in the mesh that splits a DTensor this rank is: ranks with equal places hold equal parts. With `replica`,
-    which of these it is."""
+    """Return this rank's coordinates in the sharded dimensions of a DTensor's mesh: ranks with equal coordinates hold
+    equal parts. With `replica`, return the coordinates in the replicated dimensions, which tell such ranks apart."""
     at = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=False)
     return [place for place, kind in at if kind.is_replicate() == replica]
 
 
 def own_parts(tensors: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The plain tensors and DTensors of which this rank writes its part: of equal parts one rank does."""
+    """Return the plain tensors and DTensors that this rank writes. Of ranks with equal parts, only one writes."""
     return {
         name: tensor for name, tensor in tensors.items()
         if (not any(place_of(tensor, replica=True)) if hasattr(tensor, "to_local") else rank == 0)
@@ -207,8 +207,8 @@ def own_parts(tensors: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def local_parts(tensors: dict[str, Any]) -> tuple[Tensors, Places]:
-    """What this rank holds of plain tensors and DTensors, and where in them. Raises UserError for parts that are no
-    slice."""
+    """Return what this rank holds of plain tensors and DTensors, and the place of each part in its whole tensor. Raises
+    UserError for a part that is not a slice."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -19,7 +19,7 @@ SETTINGS = ("--workload=tests.rigs.faulting_workload:build", "--parallel=fsdp", 
             "--save-every-steps=8", "--memory-every-steps=3", "--log-every-steps=1", "--tensorboard=false",
             "--optimizer=adamw", "--lr=0.01", "--name=run", "--join-timeout-s=60")
 SHARDED = "--checkpoint-format=sharded"
-FROM_MEMORY = "resumed from step {}, of which each rank's part was in memory"
+FROM_MEMORY = "resumed from step {}, whose parts were all in memory"
 
 
 def train(folder: Path, *more: str) -> tuple[str, ...]:
@@ -162,5 +162,5 @@ def test_own_loop_goes_on_with_its_loaders_states(
     assert {*held} == {"rank-00000", "rank-00001"}
     nodes.lose(*lost)
     output = nodes.run(*LOOP, MESH=mesh)
-    assert "of which each rank's part was in memory" in output
+    assert "whose parts were all in memory" in output
     assert ends(output) == {once(f"split-{mesh}", compute)}, output

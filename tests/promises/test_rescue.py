@@ -105,7 +105,7 @@ def test_damaged_rescue_is_passed_over_and_said(forks: Forks, tmp_path: Path, un
     path.write_bytes(path.read_bytes()[:-1])
     codes, output = launch(forks, tmp_path, faults=tmp_path / "none", groups=[])
     assert codes == [0], output
-    assert re.search(r"step \d+, rescued by rank 1 on \S+ was passed over: model.safetensors has ", output)
+    assert re.search(r"step \d+, rescued by rank 1 on \S+ was skipped: model.safetensors has ", output)
     assert "resumed from step-00000005" in output
     assert outcome(tmp_path / "run") == undisturbed
 

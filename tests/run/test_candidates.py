@@ -145,7 +145,7 @@ def test_of_two_of_the_same_step_the_later_is_taken_and_a_damaged_one_goes_to_no
 def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) -> None:
     for name in ("one", "other"):
         node.copy(4, "a", line(1, ("a", 0), run=name))
-    with pytest.raises(UserError, match=r"got nothing there and copies of 2 runs: .* and .* Move away"):
+    with pytest.raises(UserError, match=r"got no run and copies of 2 runs: .* and .* Move away"):
         node.go_on(None)
 
 

@@ -44,7 +44,7 @@ def test_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, damage: str)
     step, said = newest(tmp_path)
     assert step == 10
     assert len(said) == 1
-    assert said[0].startswith(f"checkpoint step-00000020 was passed over: {why}")
+    assert said[0].startswith(f"checkpoint step-00000020 was skipped: {why}")
     assert load_checkpoint((tmp_path / "step-00000010").rename(tmp_path / "best")).step == 10  # as good by any name
 
 
@@ -86,7 +86,7 @@ def test_job_resumes_from_the_newest_good_one_to_the_same_weights(forks: Forks, 
     last = list_copies(run / "checkpoints")[-1]
     flip(last / "optimizer.safetensors", 500)
     output = forks.ends(*train(run), world_size=2)
-    assert f"checkpoint {last.name} was passed over: " in output
+    assert f"checkpoint {last.name} was skipped: " in output
     assert "resumed from step-00000016" in output
     assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
 

@@ -66,7 +66,7 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """Result and metrics of the run that nothing happens to."""
     nodes = Nodes(forks, tmp_path_factory.mktemp("undisturbed"))
     output = nodes.run()
-    assert "keeps the newest checkpoint too: the nodes share no disk\n" in output
+    assert "also keeps the newest checkpoint, because the nodes share no disk\n" in output
     assert steps(nodes.runs(0) / "checkpoints") == [24, 32]
     assert [path.name for path in nodes.copies()] == ["step-00000032"]
     assert nodes.copies(0) == []

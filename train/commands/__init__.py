@@ -1,5 +1,5 @@
-"""The commands by name: the fields of each are its options. Each imports what it needs inside, so that only those pay
-for torch that use it."""
+"""The table of commands. The fields of a command are its options. A command imports its code when it runs, so that only
+commands that use torch spend the time to import it."""
 
 import gc
 import importlib
@@ -17,16 +17,16 @@ from ..setting import setting
 
 
 def run_dir_of(config: Config, program: Program) -> Path:
-    """The folder of the run: named by the settings, by the scheduler's job, or by what is trained."""
+    """Return the folder of the run. It has the name `name`, else that of the scheduler's job or of what is trained."""
     dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER
     default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
-    job = getattr(program.found, "run_name", None)  # doctor says itself where the environment describes no rank
+    job = getattr(program.found, "run_name", None)  # `found` may be a UserError, which doctor reports
     return rankup.cli.runs_folder(config.run_dir) / (config.name or job or default)
 
 
 def _imported(module: str, name: str) -> Any:
-    """Of a module that is slow to import, without garbage collection: torch's 350,000 objects live as long as the
-    process. Collections would take a fifth of the import, and later walk them again, 0.15 s in the middle of a step."""
+    """Import a slow module without garbage collection. torch's 350,000 objects live as long as the process. Collections
+    would take a fifth of the import time, and later walk all of them again, 0.15 s in the middle of a step."""
     gc.disable()
     try:
         return getattr(importlib.import_module(module, __package__), name)
@@ -36,7 +36,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 class Command(BaseModel):
-    """A command. Its docstring is its text in --help."""
+    """Base class of commands. The docstring of a command is its text in --help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     examples: ClassVar[tuple[str, ...]] = ()
@@ -44,24 +44,24 @@ class Command(BaseModel):
     config: str | None = setting(None, "YAML file of settings. Flags outrank it.", min_length=1, rule="a file's name")
 
     def run(self, config: Config, program: Program) -> int | None:
-        """Do it with these settings. Returns the exit code, or None for success."""
+        """Run the command with these settings. Return the exit code, or None for success."""
         raise NotImplementedError
 
 
 class RankCommand(Command):
-    """Runs as ranks."""
+    """Base class of commands that run as ranks."""
 
     init_method: str = setting("", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR.")
-    rank: int | None = setting(None, "In place of RANK.")
-    world_size: int | None = setting(None, "In place of WORLD_SIZE.")
+    rank: int | None = setting(None, "This process's rank, in place of RANK.")
+    world_size: int | None = setting(None, "Number of ranks, in place of WORLD_SIZE.")
 
 
 class Train(RankCommand):
-    """Train; the same command again goes on where it stopped."""
+    """Train. The same command resumes a run that stopped."""
 
     examples = ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine")
 
-    fresh: bool = setting(False, "Start anew although the run has checkpoints.")
+    fresh: bool = setting(False, "Start from the beginning even if the run has checkpoints.")
 
     def run(self, config: Config, program: Program) -> None:
         check_run(config, program.rank_env.world_size)
@@ -71,7 +71,7 @@ class Train(RankCommand):
 
 
 class CheckpointCommand(RankCommand):
-    """Reads a checkpoint."""
+    """Base class of commands that read a checkpoint."""
 
     function: ClassVar[str]  # in commands/checkpoint.py
 
@@ -113,19 +113,19 @@ class Show(Command):
 
 
 class Doctor(RankCommand):
-    """Is this machine, and this group of machines, fit to train? Ends with 0, 10 (warnings), 20 (not fit) or 30."""
+    """Check whether the machines are fit to train. Exit code: 0 fit, 10 warnings, 20 not fit, 30 not completed."""
 
     examples = ("doctor", "doctor --alone --json")
 
     as_json: bool = setting(False, "Print JSON, for programs.", alias="json")
-    alone: bool = setting(False, "Only this machine: as one process, whoever has started it.")
-    # slurm/ gives it the line of the training
-    fresh: bool = setting(False, "No effect: the line may be that of a training.")
+    alone: bool = setting(False, "Check only this machine, as one process, under any launcher.")
+    # slurm/ passes the arguments of the training to doctor
+    fresh: bool = setting(False, "No effect; accepted because doctor takes the arguments of a training.")
 
     def run(self, config: Config, program: Program) -> int:
         from ..group import join_options
 
-        program.start(guarded=not self.as_json)  # else its output is its result
+        program.start(guarded=not self.as_json)  # with --json the output is the result: a lost reader is an error
         return program.doctor(
             run_dir_of(config, program), as_json=self.as_json, num_threads=config.num_threads,
             num_workers=config.num_workers, join_timeout_s=config.join_timeout_s, **join_options(config),

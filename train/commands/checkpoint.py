@@ -1,4 +1,4 @@
-"""A trained model from its checkpoint, and the commands `evaluate` and `predict`."""
+"""The commands `evaluate` and `predict`, and how they load a trained model from a checkpoint."""
 
 import csv
 import io
@@ -33,12 +33,12 @@ from . import Evaluate, Predict
 def open_checkpoint(
     config: Config, program: Program, run_dir: Path, path: str
 ) -> Iterator[tuple[Config, Group, Workload, Copy]]:
-    """Join the group and load the checkpoint on all ranks: a folder or an address, or the newest good one of the run if
-    `path` is empty; rank 0 alone reads it. The settings are those of the training; what the user gives now, as a flag
-    or in a file, outranks them. Raises UserError, and JoinError and PeerLost as training does."""
+    """Join the group, and load a checkpoint on all ranks. `path`: its folder or address; empty: the run's newest good
+    checkpoint. Only rank 0 reads it. Flags and the YAML file of this command override the settings of the training.
+    Raises UserError, and JoinError and PeerLost as training does."""
     if not path and rankup.urls.is_url(config.run_dir):
         path = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
-    # A folder of its own: the status of the run that is evaluated stays as it is
+    # Use another folder, because the run's own status must not change
     with program.join(run_dir / "evaluations", timeout_s=config.join_timeout_s, **join_options(config)) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
         checkpoint = rankup.open_checkpoint(
@@ -46,7 +46,7 @@ def open_checkpoint(
         )
         given, trained = config.model_fields_set, checkpoint.record["config"]
         update = {name: value for name, value in trained.items() if name in Config.model_fields and name not in given}
-        if "options" in given:  # here single keys outrank single keys
+        if "options" in given:  # merge single keys
             update["options"] = {**trained["options"], **config.options}
         settings = config.model_copy(update=update)
         torch.set_num_threads(settings.num_threads)
@@ -60,13 +60,13 @@ def open_checkpoint(
         except RuntimeError as error:
             reason = one_line(error)
             raise UserError(f"{checkpoint.path} does not fit the model of these settings: {reason}.") from None
-        # No rank trains here: batch norm uses its stored statistics, and sync_bn would need ranks to compute others
+        # sync_bn has no effect in evaluation: batch norm uses its stored statistics. On a CPU it would be refused
         prepare(workload, settings.model_copy(update={"sync_bn": False}), group)
         yield settings, group, workload, checkpoint
 
 
 def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options: Evaluate) -> None:
-    """Evaluate, print the table on rank 0, and write `evaluation.json` beside the run's other outputs."""
+    """Evaluate a checkpoint, print the table on rank 0, and write `evaluation.json` into the run directory."""
     with open_checkpoint(config, program, run_dir, options.checkpoint) as (settings, group, workload, checkpoint):
         batches = rankup.Workers(evaluation_loader(settings, group, workload.evaluation, own=True))
         result = evaluate(settings, group, workload, workload.model, batches)
@@ -84,7 +84,7 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
 
 
 def predict(config: Config, program: Program, run_dir: Path, options: Predict) -> None:
-    """Write a line for each sample, in the samples' order, whatever the number of ranks. Raises UserError."""
+    """Write one line for each sample, in the order of the samples, for any number of ranks. Raises UserError."""
     with open_checkpoint(config, program, run_dir, options.checkpoint) as (settings, group, workload, _):
         if workload.predict is None:
             raise UserError(
@@ -114,7 +114,7 @@ def predict(config: Config, program: Program, run_dir: Path, options: Predict) -
 def _predict_share(
     config: Config, group: Group, workload: Workload, samples: Samples
 ) -> list[tuple[int, str, float]]:
-    """(sample number, label, probability) of this rank's share."""
+    """Return (sample number, label, probability) for each sample of this rank's share."""
     assert workload.predict is not None
     rows: list[tuple[int, str, float]] = []
     workload.model.eval()
@@ -123,14 +123,14 @@ def _predict_share(
         with autocast(config, group.device):
             labels, probabilities = workload.predict(workload.model, to_device(batch, group.device))
         for index, label, probability in zip(numbers, labels.tolist(), probabilities.tolist(), strict=True):
-            # A label is the number of a class, or, in a workload without classes, the predicted value itself
+            # A label is the number of a class. In a workload without classes it is the predicted value itself
             is_class = isinstance(label, int) and 0 <= label < len(workload.classes)
             rows.append((index, workload.classes[label] if is_class else str(label), probability))
     return rows
 
 
 def _write(path: Path, text: str) -> None:
-    """The complete file or none. Raises UserError if it can't be written."""
+    """Write the whole file or nothing. Raises UserError if that fails."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""The command line, `COMMAND --SETTING VALUE ...`: what a line means, and --help. Values stay texts here: pydantic
-reads them by the types of their settings. No torch here."""
+"""Parse the command line, `COMMAND --SETTING VALUE ...`, and write --help. Values stay texts here: pydantic converts
+them to the types of their settings. No torch here."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ..config import Config, foreign
 from ..config.load import PROGRAM, describe, dump_value, fields_of, flag, is_switch, literals, unknown, validate
 from . import COMMANDS, Command
 
-# Fire takes a lone "-" for the end of a call. No argument of a process can be a zero byte: now "-" means nothing to it
+# To Fire a lone "-" ends a call. Make a zero byte the separator, which no argument can contain
 NOT_FIRES = ("--", "--separator=\0")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A command line, understood. `mistakes` belong before those of `load_config`, in one report."""
+    """A parsed command line. `load_config` reports `mistakes` together with its own."""
 
     command: str | None = None
-    settings: dict[str, str] = field(default_factory=dict)  # name -> text, as given; `options.key` sets one key
-    options: Command = field(default_factory=Command)  # the command itself, with its options
+    settings: dict[str, str] = field(default_factory=dict)  # name -> text as given; `options.key` sets one key
+    options: Command = field(default_factory=Command)  # the command to run, with its options
     help: bool = False
     mistakes: list[str] = field(default_factory=list)
 
 
 def parse_args(argv: Sequence[str]) -> Request:
-    """Understand a command line; runs and raises nothing. The command is the first word, `train` where a line begins
-    with a setting."""
-    words = [word for word in argv if word != "--"]  # behind it Fire would obey flags of its own
-    # torch.distributed.launch puts it in front. LOCAL_RANK says the same
+    """Parse a command line. This runs no command and raises no error. The command is the first word. If the first word
+    is a flag, the command is `train`."""
+    words = [word for word in argv if word != "--"]  # after "--" Fire would read flags of its own
+    # torch.distributed.launch inserts --local-rank. It is not needed, because LOCAL_RANK is set too
     if words and (found := re.fullmatch(r"--local[-_]rank(=.*)?", words[0])):
         words = words[1 if found[1] else 2 :]
     asks = bool({"-h", "--help"} & set(words))
@@ -48,7 +48,7 @@ def parse_args(argv: Sequence[str]) -> Request:
         near = get_close_matches(command, COMMANDS, n=1)
         hint = f"; did you mean {describe(near[0])}?" if near else "."
         return Request(command, mistakes=[f"unknown command {describe(command)}{hint}"], help=asks)
-    import fire  # here, since it costs 50 ms, which a module that only needs Request shall not pay
+    import fire  # here because it takes 50 ms, and some modules import only Request from this file
     from fire.decorators import SetParseFn
 
     def understood(name: str) -> Any:
@@ -60,14 +60,14 @@ def parse_args(argv: Sequence[str]) -> Request:
 
 
 def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Request:
-    """`more`: words that are neither flags nor values."""
+    """Sort the flags into settings and options of the command. `more`: words that are neither flags nor values."""
     own = fields_of(COMMANDS[command])
     fields = {**Config.model_fields, **own}
     settings: dict[str, str] = {}
     given: dict[str, str] = {}
     mistakes = [f"unexpected argument {describe(word)}." for word in more]
     for name, text in flags.items():
-        negated = name.startswith("_") and text == "False"  # --no-NAME, of which Fire has taken "no" away
+        negated = name.startswith("_") and text == "False"  # what Fire makes of --no-NAME
         name = name[1:] if negated else name
         is_key = re.match(r"options\..", name) is not None
         if name not in fields and not is_key:
@@ -84,28 +84,28 @@ def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Req
 
 # --help --------------------------------------------------------------------------------------------------------------
 
-# The settings that a first training meets
+# The settings that a new user needs first
 COMMON = ("workload", "dataset", "data_dir", "model", "epochs", "batch_size", "lr", "optimizer", "precision",
           "parallel", "seed", "name", "run_dir")
 NOTE = (
-    f"Every setting of a training is a flag: `{PROGRAM} show` lists them. It and --help have those of a data set, "
-    "workload or method beside --dataset hf:NAME, --parallel fsdp and so on. A switch: --augment or --no-augment."
+    f"Every setting is a flag, and `{PROGRAM} show` lists them. Add --dataset hf:NAME, --parallel fsdp and so on to "
+    "`show` or --help to see the settings of that choice. A switch is --augment or --no-augment."
 )
 
 
 def help_text(request: Request) -> str:
-    """The help of the command, or of all where none is named: 40 lines at 80 columns, and what was chosen adds its own
-    settings."""
+    """Return the help of the command, or of all commands if the line names none. It has 40 lines at 80 columns, and
+    more for the settings of what the line chooses, such as --parallel fsdp."""
     command, width = request.command, min(shutil.get_terminal_size().columns, 120)
     if command not in COMMANDS:
         rows = [(name, str(model.__doc__)) for name, model in COMMANDS.items()]
-        more = f"`{PROGRAM} COMMAND --help` explains one. `rankup` lists those that start, watch and explain runs."
+        more = f"`{PROGRAM} COMMAND --help` explains a command. `rankup` lists commands that start and watch runs."
         lines = [f"usage: {PROGRAM} COMMAND [--config FILE] [--SETTING VALUE ...]", "", "commands:"]
         return "\n".join([*lines, *_table(rows, width), "", *textwrap.wrap(f"{more} {NOTE}", width)]) + "\n"
     rows = [_row(name, field) for name, field in fields_of(COMMANDS[command]).items()]
     lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(str(COMMANDS[command].__doc__), width)]
     lines += ["", "options:", *_table(rows, width)]
-    # As texts, right or wrong: only which of them go with the others is asked
+    # The values stay texts, and may be wrong: `foreign` only compares them with names of choices
     usual, others = foreign(Config()), foreign(Config().model_copy(update=request.settings))
     common = (*COMMON, *usual) if command in ("train", "show") else ("name", "run_dir")
     rows = [_row(name, field) for name, field in Config.model_fields.items() if name in common and name not in others]

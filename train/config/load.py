@@ -1,4 +1,4 @@
-"""The settings of a run: defaults < YAML file < flags -> Config, or one report of every mistake. No torch here."""
+"""Build a `Config` from defaults, a YAML file and flags, or report every mistake at once. No torch here."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rankup.urls import must_hold_no_secrets, secrets_in
 
 from .settings import GROUPS, Config
 
-# How this program is called: an installed rankup has it inside
+# The command that starts this program, for messages. An installed rankup contains it as `rankup.program`
 PROGRAM = "rankup" if __name__.startswith("rankup.") else "python -m train.main"
 
-# What people type who come from elsewhere
+# What other programs call our settings
 SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "output_dir": "run_dir",
             "num_epochs": "epochs", "steps": "max_steps"}
 
@@ -29,10 +29,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def load_config(flags: Mapping[str, str], *, file: str | None = None, mistakes: Sequence[str] = ()) -> Config:
-    """Defaults, then the YAML file, then flags (name -> text); a flag `options.key` sets one key of options.
+    """Build the settings: `file` overrides defaults, and `flags` (name -> text; `options.key`: one key) override both.
 
-    Raises UserError with every mistake, one per line: `mistakes` (those of `parse_args`) first, then unknown names,
-    wrong types and values out of range; if there is none of these, settings that contradict each other.
+    Raises UserError with every mistake, one per line: the `mistakes` of `parse_args`, unknown names, wrong types and
+    values out of range. It reports settings that contradict each other only if it finds no other mistake.
     """
     found = list(mistakes)
     values: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def load_config(flags: Mapping[str, str], *, file: str | None = None, mistakes: 
         _, dot, key = name.partition(".")
         if dot:
             options = values.get("options", {})
-            if isinstance(options, dict):  # else the file's mistake is reported below
+            if isinstance(options, dict):  # if not, `validate` reports the file's mistake
                 values["options"] = {**options, key: scalar(text)}
         else:
             null = Config.model_fields[name].default is None and text.lower() in ("null", "none")
@@ -69,9 +69,9 @@ def load_config(flags: Mapping[str, str], *, file: str | None = None, mistakes: 
 def validate(
     model: type[Model], values: Mapping[str, Any], label: Callable[[str], str]
 ) -> tuple[Model, dict[str, str]]:
-    """The model of these values, or of none if one is wrong, and a message for each wrong one, by name. `label`: a name
-    as the user wrote it."""
-    # First, and not by a rule of each field: no message may repeat such a value
+    """Return the model with these values, and a message for each wrong value by name. If a value is wrong, the model
+    has its defaults. `label` turns a name into what the user wrote."""
+    # Find secrets first. A message of pydantic would repeat the value
     wrong = {name: must_hold_no_secrets(label(name)) for name, value in values.items()
              if isinstance(value, str) and secrets_in(value.removeprefix("hf:"))}
     fields = fields_of(model)
@@ -82,13 +82,13 @@ def validate(
             name = str(detail["loc"][0])
             rule = facts(fields[name])["rule"] or detail["msg"].removeprefix("Input should be ")
             rule += " or null" if fields[name].default is None else ""
-            # pydantic may find several errors in one value
+            # Keep the first message: pydantic may find several errors in one value
             wrong.setdefault(name, f"{label(name)} must be {rule}, got {describe(values[name])}.")
     return (model() if wrong else found), wrong
 
 
 def unknown(name: str, names: Collection[str], show: Callable[[str], str]) -> str:
-    """The message for a name that no setting has; `show` writes a name as the user would."""
+    """Return the message for an unknown setting. `show` writes a name as the user would."""
     known = {candidate: candidate for candidate in names}
     known |= {foreign: ours for foreign, ours in SYNONYMS.items() if ours in names}
     near = get_close_matches(name.replace("-", "_").lower(), known, n=1)
@@ -96,48 +96,48 @@ def unknown(name: str, names: Collection[str], show: Callable[[str], str]) -> st
     return f"unknown setting {show(name)}{hint} ({PROGRAM} show lists all)"
 
 
-# What the declaration of a setting or option says --------------------------------------------------------------------
+# What a setting or an option declares --------------------------------------------------------------------------------
 
 
 def flag(name: str) -> str:
-    """The flag of a setting, as help and messages write it: batch_size -> --batch-size."""
+    """Return the flag of a setting, as help and messages write it: batch_size -> --batch-size."""
     head, dot, key = name.partition(".")
     return "--" + head.replace("_", "-") + dot + key
 
 
 def literals(field: FieldInfo) -> tuple[str, ...]:
-    """The choices of a field; empty: any value."""
+    """Return the choices of a field; empty if it is not limited to a few words."""
     return tuple(word for word in get_args(field.annotation) if isinstance(word, str))
 
 
 def is_switch(field: FieldInfo) -> bool:
-    """Whether the flag may stand without a value."""
+    """Return whether the flag may be given without a value."""
     return bool in (field.annotation, *get_args(field.annotation))
 
 
 def bounds(field: FieldInfo) -> str:
-    """A field's range, such as `>= 0 and < 1`; empty where it has none."""
+    """Return a field's range, such as `>= 0 and < 1`; empty if it has none."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     return " and ".join(f"{sign} {getattr(limit, key)}" for limit in field.metadata for key, sign in signs.items()
                         if hasattr(limit, key))
 
 
 def facts(field: FieldInfo) -> dict[str, Any]:
-    """A field's free, rule and `of`."""
+    """Return `free`, `rule` and `of` of a field, see `setting`."""
     return cast(dict[str, Any], field.json_schema_extra)
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """A model's fields by the names of their flags (`json`, which pydantic does not allow as an attribute)."""
+    """Return a model's fields by the names of their flags: `as_json` is --json (pydantic forbids a field `json`)."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-# Settings of one run, shown and compared -----------------------------------------------------------------------------
+# Which settings belong to a run, and how two runs differ --------------------------------------------------------------
 
 
 def foreign(config: Config, *, auto: str = "auto") -> list[str]:
-    """The settings of other data sets, workloads, methods and so on than this run's. An own workload may use any of
-    those of data and models. `auto`: the method that parallel auto stands for."""
+    """Return the names of settings that this run does not use, because they belong to other choices (`of`). A user's
+    own workload may use any setting of workloads and data sets. `auto`: the method that `parallel: auto` means."""
     method = auto if config.parallel == "auto" else config.parallel
     here = {config.workload, config.dataset.partition(":")[0], method, config.optimizer, config.schedule}
     own = ("--workload", "--dataset") if ":" in config.workload else ()
@@ -146,8 +146,8 @@ def foreign(config: Config, *, auto: str = "auto") -> list[str]:
 
 
 def check_run(config: Config, world_size: int) -> None:
-    """Raises UserError for settings of something else, which would be ignored, and unless so many processes can train
-    together and each micro-batch of each gets a sample."""
+    """Raises UserError if a setting has no effect in this run, if the method can't use `world_size` processes, or if
+    the batch has too few samples to give each micro-batch of each process one."""
     fields = Config.model_fields
     wrong = [f"{name} must be left out here, got {describe(value)}. It belongs to {facts(fields[name])['of']}."
              for name in foreign(config, auto="ddp") if (value := getattr(config, name)) != fields[name].default]
@@ -165,21 +165,21 @@ def check_run(config: Config, world_size: int) -> None:
 
 
 def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
-    """What differs and affects the result, as `lr: 0.1 -> 0.2`. A setting that `old` does not know had its default."""
+    """Return each difference that affects the result: `lr: 0.1 -> 0.2`. A setting missing in `old` had its default."""
     changes = []
     for name, field in Config.model_fields.items():
         before, after = old.get(name, field.default), getattr(new, name)
         if facts(field)["free"] or before == after:
             continue
         if name == "dataset" and str(before).startswith("hf:") and str(after).startswith("hf:"):
-            continue  # a place, as data_dir is; whether its rows are others, the name of the data says
+            continue  # hf: names a place, like data_dir. `check_data` finds out whether the data changed
         changes.append(f"{name}: {dump_value(before)} -> {dump_value(after)}")
     return changes
 
 
 def to_yaml(config: Config) -> str:
-    """The settings in their groups, each with its line of help and range; `--config` reads it back equal. Those
-    of other data sets, workloads and methods are left out, unless they were set."""
+    """Return the settings as YAML, in groups, each with its help and its range. `--config` reads the same settings
+    back. Settings that this run does not use are left out, unless they were set."""
     lines: list[str] = []
     others = {name for name in foreign(config) if getattr(config, name) == Config.model_fields[name].default}
     for name, field in Config.model_fields.items():
@@ -193,10 +193,10 @@ def to_yaml(config: Config) -> str:
     return "\n".join(lines[1:]) + "\n"
 
 
-# Settings that are each right and cannot go together ------------------------------------------------------------------
+# Settings that are valid one by one, but not together -----------------------------------------------------------------
 
 def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
-    """Those of these settings: which to change, what it must be, and why."""
+    """Yield for each contradiction the setting to change, what it must be, and why."""
     if c.parallel == "fsdp" and c.precision == "fp16":
         yield "precision", "fp32 or bf16 with parallel fsdp", "Each rank would scale by the overflows of its own part."
     if c.parallel == "horovod" and c.compress == "bf16":
@@ -211,8 +211,8 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
         yield "data_dir", "null with dataset hf:PATH_OR_NAME", "The folder stands behind hf:"
 
 
-# YAML by PyYAML with the scalars of YAML 1.2. PyYAML follows YAML 1.1, where `3e-4` is a text, `no` is false, `010` is
-# eight and the last of two equal keys wins silently. Each of these changes a run -----------------------------------
+# YAML: PyYAML with the scalars of YAML 1.2. By default PyYAML follows YAML 1.1. There `3e-4` is a text, `no` is false,
+# `010` is eight, and the last of two equal keys wins silently. Each of these would change a run ----------------------
 
 _CORE = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -236,35 +236,35 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    # The loader's table: the dumper quotes exactly the texts that the loader would take for something else ("1e5")
+    # With the loader's table the dumper quotes a text exactly if the loader would read it as another type ("1e5")
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 for _name, _pattern in _SCALARS.items():
-    _Loader.add_implicit_resolver(_CORE + _name, re.compile(_pattern), None)  # None: whatever it begins with
-# Line breaks (U+0085 is one too) survive only in double quotes, and would leave the one line of `dump_value`
+    _Loader.add_implicit_resolver(_CORE + _name, re.compile(_pattern), None)  # None: for any first character
+# Double quotes keep line breaks (U+0085 is one too), and keep the text on the one line of `dump_value`
 _Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(
     f"{_CORE}str", text, style=None if text.isprintable() else '"'))
 
 
 def scalar(text: str) -> Any:
-    """The value of a text without quotes: None, bool, int, float, or the text itself."""
+    """Return what YAML reads from a text without quotes: None, a bool, int or float, or the text itself."""
     if any(re.match(pattern, text) for pattern in _SCALARS.values()):
         return yaml.load(text, Loader=_Loader)
     return text
 
 
 def read_yaml(file: str) -> dict[str, Any]:
-    """Settings from a YAML file. Raises UserError, one line with the number of the line in the file."""
+    """Read settings from a YAML file. Raises UserError, which names the line in the file."""
     try:
-        found = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)  # it builds plain values alone
+        found = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader: plain values only
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(str(error.problem or error.context or "syntax").split())[:200]
         raise UserError(f"{file}:{mark.line + 1 if mark else 1}: not valid YAML: {problem}.") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}.") from error
-    except Exception as error:  # many types: bytes that are no UTF-8, or a tag such as !!bool at another value
+    except Exception as error:  # of several types: bytes that are not UTF-8, or a tag such as !!bool on another value
         raise UserError(f"{file}: not valid YAML: {' '.join(str(error).split())}.") from error
     if found is not None and not isinstance(found, dict):
         raise UserError(f"{file}: settings must be lines of `name: value`, got a {type(found).__name__}.")
@@ -272,13 +272,13 @@ def read_yaml(file: str) -> dict[str, Any]:
 
 
 def dump_value(value: Any) -> str:
-    """One value as YAML on one line, read back equal by `read_yaml`."""
+    """Return a value as one line of YAML. `read_yaml` reads the same value back."""
     text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def describe(value: Any) -> str:
-    """A value as messages show it: texts in quotes, the rest as YAML, cut at 80 characters."""
+    """Return a value as messages show it: texts in quotes, other values as YAML, at most 80 characters."""
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else dump_value(value)
-    text = text.encode(errors="backslashreplace").decode()  # bytes of argv that are no UTF-8 must not break print
+    text = text.encode(errors="backslashreplace").decode()  # print fails for bytes of argv that are not UTF-8
     return text if len(text) <= 80 else text[:77] + "..."

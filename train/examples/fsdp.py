@@ -17,7 +17,7 @@ EPOCHS, NUMBERS, WIDTH = 3, 32, 48
 
 
 def network() -> nn.Sequential:
-    """Two numbers below 32, of shape (batch, 2) -> scores of shape (batch, 32)."""
+    """Map two numbers below 32, int64 of shape (batch, 2), to scores, float32 of shape (batch, 32)."""
     return nn.Sequential(
         nn.Embedding(NUMBERS, WIDTH), nn.Flatten(),
         nn.Linear(2 * WIDTH, 96), nn.GELU(), nn.Linear(96, NUMBERS),

@@ -1,6 +1,6 @@
-"""A GAN with two networks, two optimizers, and a moving average of the generator, which is what it saves.
+"""A GAN with two networks and two optimizers. It saves a moving average of the generator.
 
-The images are the digits in train/samples, which are laid out as MNIST is.
+The images are the digits in train/samples, stored in the format of MNIST.
 """
 
 import copy

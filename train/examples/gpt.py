@@ -1,4 +1,4 @@
-"""A small GPT that reads characters: batches are random pieces of a text, steps are counted, epochs are not."""
+"""A small character-level GPT. Its batches are random pieces of a text, and its loop counts steps, not epochs."""
 
 import math
 import os

@@ -1,6 +1,6 @@
-"""An ImageNet loop in the usual form: augmented images from worker processes, SGD with a schedule, accuracy per epoch.
+"""A typical ImageNet loop: augmented images from worker processes, SGD with a schedule, the accuracy of each epoch.
 
-The images are the digits that ship in train/samples, laid out as MNIST is, so that it runs in seconds.
+The images are the digits in train/samples, stored in the format of MNIST, so that the example runs in seconds.
 """
 
 import os
@@ -31,7 +31,7 @@ def network() -> nn.Module:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
-    """The share of right answers. The last batch of the sampler may count a few images twice."""
+    """Return the share of right answers. DistributedSampler pads the data, so a few images may count twice."""
     model.eval()
     counts = torch.zeros(2, device=device)
     for images, labels in loader:

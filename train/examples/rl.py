@@ -1,6 +1,6 @@
 """Reinforcement learning: a network learns to walk to a goal, from a replay buffer that all ranks fill.
 
-The buffer has `state_dict` and `load_state_dict`, and every rank holds the same one.
+The buffer has `state_dict` and `load_state_dict`. All ranks hold the same moves.
 """
 
 import os
@@ -17,7 +17,7 @@ STEPS, CELLS, GAMES, TURNS = 40, 12, 8, 12
 
 
 class Replay:
-    """The last `size` moves: cell, goal, action, whether that reached the goal, and the cell after it."""
+    """The last `size` moves. Each row has the cell, the goal, the action, whether it won, and the cell after it."""
 
     def __init__(self, size: int) -> None:
         self.moves, self.count = torch.zeros(size, 5), 0
@@ -38,13 +38,13 @@ class Replay:
 
 
 def seen(cell: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    """What the network is told: float32 of shape (moves, 2)."""
+    """Return the network's input for cells and goals of shape (moves,): float32 of shape (moves, 2)."""
     return torch.stack([cell, goal - cell], dim=1).float() / CELLS
 
 
 @torch.no_grad()
 def play(network: nn.Module, device: torch.device) -> torch.Tensor:
-    """Some games, with one random move in five. Returns the moves, of shape (TURNS * GAMES, 5)."""
+    """Play GAMES games, with one random move in five. Returns the moves, float32 of shape (TURNS * GAMES, 5)."""
     cell, goal = torch.randint(CELLS, (2, GAMES))
     moves = []
     for _ in range(TURNS):
