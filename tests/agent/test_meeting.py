@@ -418,7 +418,7 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
         return asyncio.run(attendance.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
 
     for node in (3, 63):
-        with pytest.raises(ConnectionError, match="node 2 is to lead, and does not yet"):
+        with pytest.raises(ConnectionError, match="node 2 should lead, but does not lead yet"):
             elect(node)
         assert len(asked) <= 5
     assert elect(2) is None
