@@ -38,7 +38,7 @@ log = logging.getLogger("rankup")
 
 
 class Agent:
-    """Runs this node's part of the job to its end."""
+    """The agent of this node, from its start until the job is over for it."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.node, self.limits = options, options.node, options.node.limits
@@ -146,7 +146,7 @@ class Agent:
             return
         link, known = Link(reader, writer), knowledge(self.attendance.basis, self.attendance.me.token)
         with contextlib.suppress(OSError, LookupError, asyncio.CancelledError):
-            link.send("leader", over="this node does not lead", at=self.attendance.at or None, **known)  # but knows who
+            link.send("leader", over="this node does not lead", at=self.attendance.at or None, **known)
             async with asyncio.timeout(timing.HELLO_S):
                 said = await link.receive()
                 leads = said["is"] == "leads" and fits(said, LEADS)

@@ -27,7 +27,7 @@ HINT = "On all ranks, MASTER_ADDR and MASTER_PORT, or the file, must be those of
 
 
 class Attendance:
-    """This member's connection to the leader. A lost connection is made again until the time to join is over.
+    """This member's connection to the leader. If it is lost, the member connects again until its time to join is over.
 
     `problem`: why there is no membership yet. `basis`: the newest basis that the leader has sent, see `votes`. If the
     number of nodes is fixed, only its `n` means anything."""

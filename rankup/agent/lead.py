@@ -166,7 +166,7 @@ class Lead:
         self.ends.without_progress = 0
         if self.leader.leave_out(token, why):
             await asyncio.Event().wait()  # `leave_out` has dropped the proposal, which cancels this task
-        return Verdict(verdict.cause.code, f"{why}, and without that node too few are here")
+        return Verdict(verdict.cause.code, f"{why}, and too few nodes are left without that one")
 
     def _hear(self, member: Member, message: Mapping[str, Any]) -> None:
         if message["is"] == "ending":

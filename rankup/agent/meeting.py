@@ -24,7 +24,7 @@ from rankup.env.rank_env import ranges
 class Leader(Memberships):
     """The memberships of a job, driven by the messages of its members and by the clock."""
 
-    # What is shown ----------------------------------------------------------------------------------------------------
+    # For status and logs ----------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return a row for `rankup status` per node that has been here since this leader leads; [] if not elastic."""
@@ -61,7 +61,7 @@ class Leader(Memberships):
             what = f"rank 0 still prepares their start after {waited_s} s"
             if self._late:
                 late = by_host(seat.member for seat in self._late)
-                what = f"after {waited_s} s some still import torch or end earlier ranks (late: {late})"
+                what = f"after {waited_s} s some still import torch or wait for earlier ranks to end (late: {late})"
             return f"all {sum(member.num_ranks for member in self.chosen)} ranks have joined, but {what}"
         if self._limits is None:
             text = describe_missing(self.seats.members, of=self.me.world_size, waited_s=waited_s)
@@ -69,11 +69,11 @@ class Leader(Memberships):
             here = [seat for seat in self.seats.values() if not seat.unfit]
             cold = sum(not seat.warm for seat in here)
             text = self._outvoted() or f"{len(here)} of at least {self._limits.least} nodes are here"
-            text += f", {cold} of them without their imports yet" if cold else ""
+            text += f", {cold} of them still importing torch" if cold else ""
         lost = "; ".join(f"{seat.member.who}: {seat.unfit or seat.lost}" for seat in [*self._lost.values()][:4])
         return text + (f" (lost: {lost})" if lost else "")
 
-    # Who comes --------------------------------------------------------------------------------------------------------
+    # New members ------------------------------------------------------------------------------------------------------
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, as the callback of `asyncio.start_server(leader.attend, ..., limit=LONGEST)`."""
@@ -127,7 +127,7 @@ class Leader(Memberships):
 
     async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:
         """Give a newcomer its seat once no other member holds its ranks. If the holder still gives signs of life, the
-        newcomer is turned away; if not, the holder is lost in the end.
+        newcomer is turned away. If the holder is silent, `tick` removes it in the end.
 
         Raises ConnectionError if the job is over before."""
         came_s, ranks = self._clock(), member.ranks
@@ -154,7 +154,7 @@ class Leader(Memberships):
             if self.running and self._limits is not None:
                 link.send("spare", basis=self.basis)
 
-    # What they say ----------------------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------------------------------
 
     def _take(self, link: Link, message: Mapping[str, Any]) -> None:
         if (seat := self.seats.get(link)) is None:

@@ -64,7 +64,7 @@ class Memberships:
         self._lost: dict[int, Seat] = {}  # lost members, by the first rank that they claimed
         self._left_out = Counter[int]()  # how often each node was left out, by the first rank that it claimed
         self._chosen: list[Seat] = []  # the members of the membership that runs or is proposed, by rank
-        self._proposed, self._late = 0, set[Seat]()  # the number of the open proposal or 0, and who is not ready for it
+        self._proposed, self._late = 0, set[Seat]()  # the open proposal or 0, and the members that are not ready for it
         self._all_ready = asyncio.Event()
         self._forming: asyncio.Task[None] | None = None
         self._asking = set[Link]()  # connections that wait for an answer to "ask"
@@ -229,7 +229,7 @@ class Memberships:
             arguments = {member.settings.get(ARGUMENTS) for member in self.seats.members}
             self.basis = {**self.basis, "same_arguments": len(arguments) == 1}
         more = {} if self._limits is None else {"basis": self._number()}
-        # Each member tests one route: to the next member of a ring. The ring leaves and enters each node at least once
+        # Each member tests the route to the next one of a ring, so that some test leaves and some test enters each node
         following = dict(zip(seats, [*seats[1:], seats[0]], strict=True))
         for seat in self._late:
             to = following.get(seat, seat).member
@@ -252,7 +252,7 @@ class Memberships:
         return self._next
 
     def _known(self) -> list[list[Any]]:
-        """Return token, address, port and name of all members, in the order in which they lead, without unfit ones."""
+        """Return token, address, port and name of all members that stay, in the order in which they would lead."""
         return [
             [each.member.token, each.member.ip, each.member.serves, each.name]
             for each in dict.fromkeys([*self._chosen, *self.seats.values()]) if not each.unfit

@@ -2,7 +2,7 @@
 RANKUP_SECRET_FILE, only processes that know it may talk to the port where members meet.
 
 As in Python's multiprocessing.connection, both sides prove that they know the secret, and neither sends it. Each side
-draws a nonce, so that a recorded answer is useless, and signs its role, so that an answer sent back is useless too.
+draws a nonce, so that a recorded answer is useless, and signs its own role, so that an answer sent back proves nothing.
 
 | leader -> member | challenge(nonce): a message as in `protocol`                                                     |
 | member -> leader | its own nonce and HMAC-SHA256(secret, "member" + both nonces): 64 bytes, no message is read yet  |

@@ -277,7 +277,7 @@ def explain_sigkill(before: int) -> str:
     if kills := oom_kills() - before:
         where, more = "in this container or job meanwhile", "lower --num-workers or --batch-size"
         return f"out-of-memory kills {where}: {kills}. Give it more memory, or {more}"
-    return "if nobody sent it, the memory was not enough, or the limit of the container or job"
+    return "unless somebody sent it, the memory of the machine, container or job was not enough"
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

@@ -36,7 +36,7 @@ def same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def electorates(basis: Basis) -> list[dict[str, Any]]:
-    """Return all groups whose majority is needed: the tokens of the `voters` of each `n` that may be the last."""
+    """Return the groups whose majorities are needed: the `voters` of each membership `n` that may be the last."""
     return [{"n": basis["n"], "voters": basis["voters"]}, *basis.get("before", [])]
 
 

@@ -1,8 +1,7 @@
 """The command `stacks` shows where each rank of a run is now, which ranks differ from the others, and all stacks.
 
 It asks the processes of this machine for a bounded time, and describes from outside a process that does not answer. If
-the machines share a disk, it also reads what the ranks of other machines have written there. This module does not
-import torch.
+the machines share a disk, it also reads what the ranks of other machines have written there. It does not import torch.
 """
 
 import contextlib

@@ -48,7 +48,7 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
 
 def watch(runs: Path, run: str = "") -> None:
     """Redraw the status until the run has ended, or until Ctrl-C. In a pipe, print only the last screen."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal gets its cursor back
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that `Live` restores the terminal's cursor
     with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
         while True:
             live.update(Text.from_ansi(status(runs, run).rstrip("\n")), refresh=True)
@@ -65,7 +65,7 @@ def watch(runs: Path, run: str = "") -> None:
 
 
 def look(run_dir: Path, *, now: float) -> dict[str, Any]:
-    """Return the state of the run in this folder, for `--json`. `now`: a `time.time()`. Names in `_s` are seconds.
+    """Return the state of the run in this folder, for `--json`. `now`: the `time.time()` from which ages are counted.
 
     Unknown values are None or empty. A script that does not import rankup reports no steps, and a job that was killed
     while it started has reported nothing.
@@ -121,7 +121,7 @@ def _end(run_dir: Path, report: Report) -> dict[str, Any]:
 
 
 def as_text(shown: RenderableType) -> str:
-    """Render as text, as wide as the terminal, or in a pipe as wide as necessary."""
+    """Return `shown` as text, as wide as the terminal, or in a pipe as wide as necessary."""
     width = None if sys.stdout.isatty() else 10_000
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:

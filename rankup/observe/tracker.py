@@ -166,7 +166,7 @@ class MlflowRun:
         ])
 
     def end(self, state: str) -> None:
-        """`state`: finished, stopped or failed."""
+        """Set how the run ended. `state`: finished, stopped or failed."""
         self.client.set_terminated(self.id, {"finished": "FINISHED", "stopped": "KILLED"}.get(state, "FAILED"))
 
 
@@ -229,8 +229,8 @@ class Sender:
             self.tracked.end(state)
 
     def _new_lines(self) -> Iterator[Line]:
-        """Yield the lines after those read before, with the values that were not sent. Raises ValueError if it starts
-        amid a line: then the next attempt has cut the file, and this is the sender of a killed attempt."""
+        """Yield the values that were not sent, from the lines that were not read yet. Raises ValueError if these begin
+        within a line: then the next attempt has cut the file, and this is the sender of a killed attempt."""
         with (self.facts.folder / "metrics.jsonl").open("rb") as file:
             file.seek(self._read)
             for text in file:

@@ -29,7 +29,7 @@ def finish(forks: Forks, file: Path) -> str:
 
 def test_file_is_gone_once_the_ranks_have_met(forks: Forks, tmp_path: Path) -> None:
     output = finish(forks, tmp_path / "meeting")
-    assert f"rank 0 of 2 (local 0), meeting by {tmp_path}/meeting; from environment" in output
+    assert f"rank 0 of 2 (local 0), meeting through {tmp_path}/meeting; from environment" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
