@@ -1,4 +1,4 @@
-"""Starts PyTorch jobs anywhere and keeps them alive. It knows nothing about models or data.
+"""Starts PyTorch jobs anywhere and keeps them alive. This library knows nothing about models or data.
 
 Begin with `job = rankup.init("runs/mine", seed=0)`, which imports torch; see `loop.md`. A program may rely on the names
 below, and on no others.
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from rankup.state.reading import Copy as Copy
     from rankup.state.second_place import fetched as fetched
 
-# Name -> the module that has it, imported when it is asked for: a command line must not wait for torch
+# Name -> the module that defines it. The module is imported at first use, so that the command line needs no torch
 _HOMES = {
-    # A loop of your own
+    # For a training loop of your own
     "init": "job", "Job": "loop.job",
     "JoinError": "errors", "PeerLost": "errors", "Stopped": "errors", "UserError": "errors",
-    # A program of your own, with settings and a command line
+    # For a program of your own, with settings and a command line
     "Program": "process", "RankEnv": "env.rank_env", "Group": "group.group",
     "Settings": "loop.record", "open_job": "job", "open_checkpoint": "job", "Copy": "state.reading",
     "fetched": "state.second_place", "cache_roots": "places.files", "Workers": "loop.workers",

@@ -1,4 +1,4 @@
-"""`python -m rankup COMMAND`: the command line, if `rankup` is not on the path."""
+"""`python -m rankup COMMAND`: the command line, for when `rankup` is not on PATH."""
 
 from rankup.cli import entry
 

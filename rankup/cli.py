@@ -1,7 +1,7 @@
-"""`rankup COMMAND`: start ranks, see how a run stands, find out why a job failed. No torch here.
+"""`rankup COMMAND`: start ranks, show the state of a run, explain why a job failed. No torch here.
 
 Each command imports what it needs inside its function, so that help takes milliseconds. `rankup train`, `evaluate`,
-`predict` and `show` belong to the program beside this library.
+`predict` and `show` start the training program that comes with this library.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rankup.errors import FINISHED, USER_MISTAKE, Stopped, UserError
 from rankup.places.files import runs_folder as runs_folder
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
-# An installed rankup has the folder `train` inside
+# An installed rankup contains the folder `train` as `program`; in the repository, `train` is beside this package
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
 OF_PROGRAM = ("train", "evaluate", "predict", "show")
 
@@ -31,14 +31,14 @@ Option = tuple[list[str], dict[str, Any]]
 
 
 class Parser(argparse.ArgumentParser):
-    """One command. A mistake is a UserError of one line."""
+    """The parser of one command. It reports a mistake as a UserError of one line."""
 
     @property
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Raises UserError, and SystemExit once help has been printed."""
+        """Parse a command's words. Raises UserError for a mistake, and SystemExit after it has printed help."""
         takes_rest = any(action.nargs == argparse.PARSER for action in self._actions)
         given, unknown = self.parse_known_args(words) if takes_rest else self.parse_known_intermixed_args(words)
         if unknown:
@@ -58,8 +58,8 @@ def _unknown(what: str, word: str, known: Sequence[str]) -> str:
 
 
 def seconds(text: str) -> float:
-    """Of all options that are times."""
-    if not (found := float(text)) >= 0:  # nor nan
+    """Parse the value of an option that is a time."""
+    if not (found := float(text)) >= 0:  # refuses nan too
         raise ValueError(text)
     return found
 
@@ -71,7 +71,7 @@ def positive(text: str) -> int:
 
 
 def option(names: str, kind: Any, text: str, **details: Any) -> Option:
-    """`kind`: int, float for seconds, bool for a flag, or what stands for its text in the help. `text`: the help."""
+    """Describe an option. `kind`: int, float for seconds, bool for a flag, or the name of a text. `text`: the help."""
     common: dict[Any, dict[str, Any]] = {
         int: {"type": int, "metavar": "N"}, float: {"type": seconds, "metavar": "S"}, bool: {"action": "store_true"},
     }
@@ -85,8 +85,8 @@ COMMANDS: dict[str, Parser] = {}
 
 
 def command(usage: str, examples: tuple[str, str], *options: Option) -> Callable[[Run], Run]:
-    """Make the function below a command of its name. Its docstring is the help, and the first sentence stands in the
-    list of commands. `usage`: what follows its name. `options`: what `add_argument` gets for each."""
+    """Register the decorated function as a command of its name. Its docstring is the help; the docstring's first
+    sentence stands in the list of commands. `usage`: the usage line after the command's name."""
 
     def add(run: Run) -> Run:
         prog, about = f"rankup {run.__name__}", " ".join((run.__doc__ or "").split())
@@ -107,12 +107,12 @@ def command(usage: str, examples: tuple[str, str], *options: Option) -> Callable
 
 
 def codes(text: str) -> frozenset[int]:
-    """Of --restart-on."""
+    """Parse the value of --restart-on."""
     return frozenset(map(int, text.split(",")))
 
 
 def nodes(text: str) -> tuple[int, int]:
-    """Of --nnodes: the fewest and the most."""
+    """Parse the value of --nnodes: the fewest and the most nodes."""
     least, colon, most = text.partition(":")
     found = int(least), int(most if colon else least)
     if not 1 <= found[0] <= found[1]:
@@ -126,9 +126,9 @@ def nodes(text: str) -> tuple[int, int]:
     option("--nproc --nproc-per-node", int, "ranks on this node (1)", type=positive),
     option("--nnodes", int, "nodes; 2:4 for two to four (WORLD_SIZE, or 1)", type=nodes),
     option("--spares", int, "extra nodes, which replace lost ones (0)", default=0),
-    option("--wait-for-node", float, "go on with fewer nodes after S seconds (%(default)g)", default=10.0),
+    option("--wait-for-node", float, "accept fewer nodes after S seconds (%(default)g)", default=10.0),
     option("--lost-after-s", float, "2:4 or spares: a node is lost after S silent seconds (%(default)g)", default=10.0),
-    option("--shared-dir", "DIR", "folder or address that all nodes share: if the job is cut in halves, one goes on"),
+    option("--shared-dir", "DIR", "folder or address that all nodes share: only one half of a split job goes on"),
     option("--max-failures-per-node", int, "leave a node out after N failures (no limit)", type=positive),
     option("--node-rank", int, "number of this node, from 0 (RANK)"),
     option("--master-addr", "HOST", "name or address of node 0 (MASTER_ADDR)"),
@@ -138,17 +138,17 @@ def nodes(text: str) -> tuple[int, int]:
     option("--restart-on", "CODES", "restart after these exit codes below 128 too: 1,75", type=codes, default=()),
     option("--restart-args", "WORDS", "append these arguments at each restart", type=shlex.split),
     option("--stop-grace-s", float, "kill a script S seconds after SIGTERM or SIGINT (%(default)g)", default=110.0),
-    option("--work-dir", "DIR", "run the script there; made if missing (here)"),
+    option("--work-dir", "DIR", "folder to run the script in, created if missing (here)"),
     option("--name", "NAME", "name of the run (the script's name)"),
     RUN_DIR,
-    option("--no-fork", bool, "start fresh interpreters, not forks of a process that has torch"),
+    option("--no-fork", bool, "start fresh interpreters, instead of forks of a process that has torch"),
     option("--replay", "RUN", "train again with the number of ranks that RUN had at each step"),
     option("-m --module", bool, "SCRIPT is a module"),
     option("words", "SCRIPT", argparse.SUPPRESS, nargs=argparse.PARSER),
 )
 def launch(given: argparse.Namespace) -> int:
-    """Start the ranks of this node, and replace lost ones. Run the same line on each node. The script stays as it is;
-    all words after its name are its own. Parentheses show each default: a value, or the environment variable that sets
+    """Start the ranks of this node, and replace lost ones. Run the same line on each node. The script needs no changes,
+    and gets all words after its name. Parentheses show each default: a value, or the environment variable that sets
     it. RANK and WORLD_SIZE count nodes here."""
     from rankup.launch import launch
 
@@ -164,7 +164,7 @@ def launch(given: argparse.Namespace) -> int:
     RUN_DIR, option("--watch", bool, "show it again every two seconds, until the run ends"), JSON,
 )
 def status(given: argparse.Namespace) -> None:
-    """Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It
+    """Show how runs stand. It prints steps, speed, time left, each rank, restarts and goodput, also during training. It
     only reads files, on any machine that sees the run's folder."""
     from rankup.observe.status import status, watch
 
@@ -177,11 +177,11 @@ def status(given: argparse.Namespace) -> None:
 @command(
     "[RUN] [OPTIONS]", ("mine --follow", "mine --rank 0-3 --since 10m"),
     RUN, RUN_DIR, option("--rank", "LIST", "only these ranks: 3, or 0-3,7"),
-    option("--since", "TIME", "nothing older: 10m, 2026-11-22T14:05"),
-    option("-f --follow", bool, "go on with new lines until Ctrl-C"), JSON,
+    option("--since", "TIME", "only newer lines: 10m, 2026-11-22T14:05"),
+    option("-f --follow", bool, "print new lines until Ctrl-C"), JSON,
 )
 def logs(given: argparse.Namespace) -> None:
-    """Print what all ranks wrote, by time. Equal lines of several ranks are one line."""
+    """Print what all ranks wrote, by time. Equal lines of several ranks are shown as one line."""
     from rankup.observe.logs import logs
 
     logs(given.runs, given.run, rank=given.rank, since=given.since, follow=given.follow, as_json=given.as_json)
@@ -189,10 +189,10 @@ def logs(given: argparse.Namespace) -> None:
 
 @command(
     "[RUN] [OPTIONS]", ("mine", "mine --full"),
-    RUN, RUN_DIR, option("--full", bool, "also the stacks of all threads"),
+    RUN, RUN_DIR, option("--full", bool, "also print the stacks of all threads"),
 )
 def stacks(given: argparse.Namespace) -> None:
-    """Show where each rank is now. For a run that hangs: it names the ranks that are somewhere else than the others.
+    """Show where each rank is now. Use it for a run that hangs: it names the ranks that are not where the others are.
     It asks the ranks of this machine."""
     from rankup.observe.logs import find_run
     from rankup.observe.stacks import report
@@ -207,8 +207,8 @@ def stacks(given: argparse.Namespace) -> None:
     RUN_DIR, JSON,
 )
 def explain(given: argparse.Namespace) -> int:
-    """Say why a job failed, from its logs. Which rank failed first, why, and what to do, whoever started the job. Exit
-    code 20 means that a fault was found, 0 that none was."""
+    """Say why a job failed, from its logs. It names the rank that failed first, the reason, and what to do, whatever
+    started the job. Exit code 20 means that a fault was found, 0 that none was."""
     from rankup.explain import diagnose_files, format_report
     from rankup.observe.logs import find_run
 
@@ -220,7 +220,7 @@ def explain(given: argparse.Namespace) -> int:
 
 @command(
     "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"),
-    option("--alone", bool, "only this machine, as one process, also under a launcher"),
+    option("--alone", bool, "check only this machine, as one process, even under a launcher"),
     RUN_DIR,
     option("--num-threads", int, "CPU threads of each rank (1)", default=1),
     option("--num-workers", int, "DataLoader workers of each rank (0)", default=0),
@@ -229,12 +229,12 @@ def explain(given: argparse.Namespace) -> int:
 )
 def doctor(given: argparse.Namespace) -> int:
     """Check whether machines are fit to train. Alone it checks this machine. Under a launcher it also checks the
-    connections between the ranks. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed."""
+    connections between the ranks. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check could not be completed."""
     from rankup.process import Program
 
     program = Program().begin()
     program.read_rank(alone=given.alone)
-    program.start(guarded=not given.as_json)  # else its output is its result
+    program.start(guarded=not given.as_json)  # with --json the output is the result
     return program.doctor(
         given.runs / (getattr(program.found, "run_name", "") or "doctor"), as_json=given.as_json,
         num_threads=given.num_threads, num_workers=given.num_workers, join_timeout_s=given.join_timeout_s,
@@ -248,8 +248,8 @@ def doctor(given: argparse.Namespace) -> int:
     option("--item", "NAME", "only the state of one tracked object, such as model"), RUN_DIR,
 )
 def export(given: argparse.Namespace) -> None:
-    """Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to its
-    state, or the state of one object alone. It takes plain and sharded checkpoints, of any run."""
+    """Write a checkpoint as one file for torch.load. The file contains a dict from the name of each tracked object to
+    its state, or with --item the state of one object. The checkpoint may be plain or sharded, of any run."""
     from rankup.job import open_checkpoint
     from rankup.state.reading import export
 
@@ -262,17 +262,17 @@ def export(given: argparse.Namespace) -> None:
 
 
 def print_whole(text: str) -> None:
-    """For a reader that may have had enough before the end, as `head` and `grep -q` have."""
+    """Print `text`. Ignore a reader that closes the pipe early, such as `head` or `grep -q`."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
-        # A log may have letters that this locale can't show
+        # A log may contain characters that this locale can't encode
         print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def overview() -> str:
-    """What `rankup` alone prints."""
+    """Return what `rankup` prints without a command."""
     about = {name: parser.get_default("about").partition(". ")[0] for name, parser in COMMANDS.items()}
     about["train"] = f"Run the training program; also: {', '.join(OF_PROGRAM[1:])}"
     lines = "".join(f"  {name:9}{text}\n" for name, text in about.items())
@@ -283,14 +283,14 @@ def overview() -> str:
 
 
 def completion() -> str:
-    """What `rankup completion` prints: a line for bash, and for zsh with bashcompinit. Where no word fits: files."""
+    """Return a completion line for bash, and for zsh with bashcompinit. It completes files if no word fits."""
     options = {flag for command in COMMANDS.values() for flag in command.flags if flag.startswith("--")}
     return f"complete -o default -W '{' '.join([*COMMANDS, *OF_PROGRAM, 'help', *sorted(options)])}' rankup\n"
 
 
 def version() -> str:
-    """What `rankup --version` prints."""
-    found = [each for name in ("rankup", "torch") for each in metadata.distributions(name=name)]  # both may be missing
+    """Return what `rankup --version` prints."""
+    found = [each for name in ("rankup", "torch") for each in metadata.distributions(name=name)]  # may be none
     return "".join(f"{each.name} {each.version}, " for each in found) + f"Python {sys.version.split()[0]}\n"
 
 
@@ -299,7 +299,7 @@ TEXTS = {"": overview, "help": overview, "-h": overview, "--help": overview, "-V
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code."""
+    """Run the command line. Returns the exit code."""
     first, *rest = list(sys.argv[1:] if words is None else words) or [""]
     if first == "help" and rest:
         first, *rest = rest[0], "--help"
@@ -314,14 +314,14 @@ def main(words: Sequence[str] | None = None) -> int:
         return _run(first, rest)
     except SystemExit as end:  # argparse has printed the help
         return int(end.code or FINISHED)
-    except KeyboardInterrupt:  # of launch, before its agent hears signals
+    except KeyboardInterrupt:  # during `launch`, before its agent handles signals
         return Program().end(Stopped("SIGINT before the start: no rank was started."))
     except Exception as error:
         return Program().end(error)
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    """Raises UserError and what the command raises."""
+    """Run one command. Raises UserError, and what the command raises."""
     if name in OF_PROGRAM and (found := next((str(path) for path in PROGRAMS if path.exists()), "")):
         sys.argv = [found, name, *words]
         try:
@@ -332,11 +332,11 @@ def _run(name: str, words: Sequence[str]) -> int:
         raise UserError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = COMMANDS[name].parse(words)
     for what, field in (("RUN", "run"), ("--run-dir", "run_dir"), ("--shared-dir", "shared_dir")):
-        if secrets_in(getattr(given, field, "")):  # it would stand in logs
+        if secrets_in(getattr(given, field, "")):  # otherwise the logs would contain it
             raise UserError(must_hold_no_secrets(what))
     given.runs = runs_folder(given.run_dir)
     if name not in ("launch", "doctor"):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at Ctrl-C without a traceback: there is nothing to save
     return int(given.command(given) or FINISHED)
 
 

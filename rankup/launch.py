@@ -1,5 +1,5 @@
-"""`rankup launch`: turns its options into the agent of this node; a replay needs one agent for each part. No torch
-here."""
+"""`rankup launch`: turns the command's options into the agent of this node, or into one agent after the other for the
+parts of a replay. No torch here."""
 
 import asyncio
 import logging
@@ -23,8 +23,8 @@ log = logging.getLogger("rankup")
 
 
 def launch(given: Namespace) -> int:
-    """Be the agent of this node to the end of the job, or of each part of a replay. `given`: the options. Returns the
-    exit code."""
+    """Run the agent of this node until the end of the job, or an agent for each part of a replay. `given`: the options.
+    Returns the exit code."""
     guard()
     if not given.replay:
         return _launch(given)
@@ -40,31 +40,31 @@ def launch(given: Namespace) -> int:
 
 
 def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
-    """Be the agent of this node to the end of the job. `stop_after`: the last step of a replay's part."""
+    """Run the agent of this node until the end of the job. `stop_after`: the last step of this part of a replay."""
     least, most = given.nnodes or (0, 0)
     changing = least < most or bool(least and given.spares)
     limits = Limits(least, most, given.wait_for_node, given.lost_after_s) if changing else None
     if limits is None and (given.spares or given.max_failures_per_node):
-        raise UserError("--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 and spares.")
+        raise UserError("--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 with --spares 1.")
     node = read_node_env(
         os.environ, nnodes=most + given.spares if given.nnodes else None, nproc=given.nproc, node_rank=given.node_rank,
         master_addr=given.master_addr, master_port=given.master_port, limits=limits,
     )
     setup_logging(rank=None, world_size=node.num_nodes)
-    words = given.words[1:] if given.words[0] == "--" else given.words  # up to Python 3.12 argparse leaves it there
+    words = given.words[1:] if given.words[0] == "--" else given.words  # argparse keeps the -- up to Python 3.12
     script = Script.find([*(["-m"] if given.module else []), *words])
     if stop_after is not None and not script.imports_rankup:
-        raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
+        raise UserError("--replay must have a script that imports rankup: the steps of other scripts are unknown.")
     with disk_errors("--work-dir", Path(given.work_dir)):
         Path(given.work_dir).mkdir(parents=True, exist_ok=True)
-    if given.work_dir:  # Python looks for modules from the folder where it starts, which is that one
+    if given.work_dir:  # Python will start there, and must not resolve relative folders there
         path = os.environ.get("PYTHONPATH")
         folders = [*([""] if given.module else []), *(path.split(os.pathsep) if path else [])]
         os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))
     options = Options(
         node=node, script=script, run_dir=given.runs / (given.name or node.run_name or script.run_name),
         stop_after=stop_after,
-        advice=lambda tail: import_module("rankup.explain").advice(tail),  # a launch does not wait for its patterns
+        advice=lambda tail: import_module("rankup.explain").advice(tail),  # the import takes 50 ms
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,
         shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
         restart_args=tuple(given.restart_args), work_dir=given.work_dir, fork=not given.no_fork,
@@ -79,7 +79,7 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
 
 
 def _changes(run: str, runs: Path) -> list[tuple[int, int]]:
-    """From which step on that run had how many ranks."""
+    """Return how many ranks the run had: pairs of a step and the number of ranks from that step on."""
     path = next((path for path in (Path(run), runs / run) if path.is_dir()), Path(run))
     whole = list_whole(path / "checkpoints")
     changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("world_sizes") if whole else None

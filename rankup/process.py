@@ -1,7 +1,7 @@
-"""`Program`, the process of a program with its own command line: its signals, its rank, its log, its end.
+"""`Program`, the process of a program with its own command line: it handles signals, rank, log and end.
 
 A script calls `rankup.init`, which does all of this at once. A program reads its settings in between, see `program.md`.
-No torch here: `join` imports it.
+This file does not import torch before `join`.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """This process. Call its methods in the order in which they stand here, in the main thread.
+    """This process. Call its methods in the main thread, in the order of this class.
 
-    `stop`: whether somebody asked it to stop. `log`: takes all lines. `found`: which rank this is, or why the
-    environment describes none.
+    `stop`: tells whether this process was asked to stop. `log`: the logger for all lines. `found`: which rank this is,
+    or the error if the environment does not describe a rank.
     """
 
     def __init__(self) -> None:
         self.stop, self.log = StopRequest(), logging.getLogger("rankup")
         self.found: RankEnv | UserError = RankEnv()
         self._run_dir = Path()
-        self._watch: Watchdog | None = None  # which reports an end itself, once the ranks have met
+        self._watch: Watchdog | None = None  # reports an end itself after the ranks have met
 
     def begin(self) -> "Program":
         """Take over SIGTERM, SIGHUP, SIGINT and SIGUSR1: until a job has steps to save, they end the process with code
@@ -43,16 +43,16 @@ class Program:
         importable."""
         if not self.stop.installed:
             self.stop.install()
-        # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
+        # torch reports a lost connection in 20 lines of C++ frames; rankup says in one line which peer it was
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if not {os.getcwd(), ""} & set(sys.path):
-            # `python -m` puts the current directory on the path, `rankup` and a file do not
+            # `python -m` puts the current directory on sys.path; `rankup` and `python FILE` do not
             sys.path.append(os.getcwd())
         return self
 
     def read_rank(self, *, alone: bool = False, **options: Any) -> None:
-        """Find out which rank this is. `rank_env` raises any mistake in the environment. `options`: init_method, rank
-        and world_size, in place of variables. `alone`: it is no rank, even if a launcher started it."""
+        """Find out which rank this is. `rank_env` raises the error of a wrong environment. `options`: init_method, rank
+        and world_size, in place of variables. `alone`: act as a single process, even if a launcher started it."""
         try:
             given = with_options(os.environ, **options)
             self.found = launch = read_rank_env({} if alone else given)
@@ -68,22 +68,22 @@ class Program:
         return self.found
 
     def start(self, run_dir: Path | None = None, *, guarded: bool = True, stacks: bool = False) -> None:
-        """Be a rank from now on: end with the launcher, and write all lines also to `logs/` in the folder of the run.
+        """Act as a rank from now on: end with the launcher, and also write all lines to `logs/` in the run's folder.
 
-        `run_dir`: None for a process without a folder. `guarded`: this process goes on if the reader of its output ends
-        or stops reading; not for a script, or if the output is the result. `stacks`: `rankup stacks` may ask this
-        process for its stacks. Raises UserError if nothing can be written.
+        `run_dir`: None for a process without a folder. `guarded`: continue if the reader of the output ends or stops
+        reading; False for a script, or if the output is the result. `stacks`: let `rankup stacks` ask this process for
+        its stacks. Raises UserError if the folder can't be written.
         """
         if guarded:
             guard()
         if isinstance(self.found, RankEnv) and self.found.launcher in ("torchrun", "mpirun"):
-            die_with_parent(os.getppid())  # where these are killed, they leave their processes running
+            die_with_parent(os.getppid())  # these launchers leave their processes running if they are killed
         if run_dir is None:
             return
         launch, self._run_dir = self.rank_env, run_dir
         file = RankLog(run_dir, launch.rank)
         setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
-        if not guarded:  # a script's own
+        if not guarded:  # a script prints to its own stdout
             copy_prints(file)
         if launch.distributed:
             self.log.info(describe(launch))
@@ -93,17 +93,17 @@ class Program:
     def join(
         self, run_dir: Path, *, settings: Mapping[str, str], timeout_s: float = 300.0, device: str | None = None,
     ) -> "Group":
-        """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
+        """Meet the other ranks and form torch's process group: gloo for host memory, and the device's own backend.
 
-        Returns a context manager. A block that ends well leaves the group together with all other ranks; one that ends
-        with an error reports it to them first. If another rank caused the error, the context manager raises that cause
-        instead. Without a block, call `Group.close()` or `Group.fail(error)`.
+        Returns a context manager. A block that ends well leaves the group together with all other ranks. A block that
+        ends with an error first reports the error to them. If another rank caused the error, the context manager raises
+        that cause instead. Without a block, call `Group.close()` or `Group.fail(error)`.
 
         `settings`: texts by name that must be the same on all ranks; rankup adds the versions of torch and rankup, and
-        the backend. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU.
+        the backend. `device`: "cpu", "cuda" or "cuda:1"; None takes this rank's accelerator, or the CPU if it has none.
 
         Raises JoinError (code 170) if the ranks do not come together within `timeout_s`, PeerLost (171) if one is lost
-        meanwhile, and UserError (2) if they differ or a device is not there.
+        meanwhile, and UserError (2) if the settings differ or the device does not exist.
         """
         from rankup.group import joining
 
@@ -116,14 +116,14 @@ class Program:
         return group
 
     def doctor(self, run_dir: Path, *, as_json: bool = False, **plan: Any) -> int:
-        """Check whether the machines are fit for training, instead of training. Returns the exit code: 0, 10 with
+        """Check whether the machines are fit for training, instead of training. Returns the exit code: 0 fit, 10 with
         warnings, 20 not fit, 30 could not be completed. `plan`: see `rankup.doctor.stages.doctor`. Raises Stopped."""
         from rankup.doctor.stages import doctor
 
         return doctor(self.found, run_dir, stop=self.stop, log=self.log, as_json=as_json, **plan)
 
     def end(self, error: BaseException) -> int:
-        """Print why this process ends, tell it to torchrun or our agent, and return the exit code."""
+        """Print why this process ends, tell torchrun or our agent, and return the exit code."""
         from rankup.agent.ends import End, tell_torchrun, what_next
         from rankup.agent.protocol import tell_agent
 
@@ -138,7 +138,7 @@ class Program:
         elif isinstance(error, ExpectedError):
             self.log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
         else:
-            from rankup.explain import advice  # only here: its patterns take a twentieth of a second to compile
+            from rankup.explain import advice  # not at the top: its patterns take 50 ms to compile
 
             self.log.warning(text := "".join(traceback.format_exception(error)).rstrip())
             for more in (advice(text), what_next(self._run_dir) if self._run_dir != Path() else ""):
@@ -147,6 +147,6 @@ class Program:
         return code
 
     def exit(self, code: int) -> NoReturn:
-        """End this process at once. Python's own end may wait for threads in torch, and these for a rank that is
-        dead."""
+        """End this process without Python's own shutdown, which may wait for threads in torch that wait for a dead
+        rank."""
         finish(code)

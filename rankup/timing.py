@@ -1,113 +1,113 @@
-"""Every time constant of the library in one table, in seconds. Times that a user may set are options or settings
-instead.
+"""All time constants of the library, in seconds. Times that a user may want to change are options or settings instead.
 
-A constant that follows from another one is computed from it. Tests change a constant where it is used.
+A constant that depends on another one is computed from it. Tests patch a constant in the module that uses it.
 """
 
 # Looking --------------------------------------------------------------------------------------------------------------
-POLL_S = 0.01  # between two looks at a process of this machine; each takes a microsecond
-PAUSE_S = 0.1  # between two tries to open a port or to connect
-TICK_S = 0.25  # between two looks at deadlines and at silent members
-REPORT_S = 2.0  # between two reports of how a run goes
-NOTICE_S = 10.0  # between two lines that say what is waited for
+POLL_S = 0.01  # between two checks of a process on this machine; each takes a microsecond
+PAUSE_S = 0.1  # between two attempts to open a port or to connect
+TICK_S = 0.25  # between two checks of deadlines and of silent members
+REPORT_S = 2.0  # between two reports on the progress of a run
+NOTICE_S = 10.0  # between two log lines that say what an agent waits for
 
 # Meeting --------------------------------------------------------------------------------------------------------------
-CONNECT_S = 2.0  # for the resolver, and for each address that it names; a lost packet is sent again after a second
-HELLO_S = 5.0  # for the first message of the other side; port scanners send none
-EARLY_S, EARLY_PAUSE_S = 3.0, 0.01  # all members start within seconds: so long they try to connect so often
-ROUTE_S = 4.0  # for the route to the next member: a packet that a firewall drops is sent again after 1 s and 3 s
-PORT_S = 5.0  # how long the end of an earlier job's process may take to free the port
-GATHER_S = 1.0  # newcomers of a running job that come within this are taken together
-RETURN_S = 600.0  # a running job takes a node that it left out again so much later, times how often it left it out
-CALL_S = 2.0  # between two calls of a leader to addresses where another one may have been started
-FOUND_S = 2 * CALL_S  # at least so long a new node 0 waits to be called, before it begins a job with fewer nodes
-PROBE_S = 1.0  # for the greeting of what answers at an address where a leader may be
+CONNECT_S = 2.0  # for the resolver, and for each address that it returns; TCP repeats a lost packet after a second
+HELLO_S = 5.0  # for the first message after a connection; port scanners send none
+EARLY_S, EARLY_PAUSE_S = 3.0, 0.01  # in the first 3 s, while all members start, they retry to connect every 0.01 s
+ROUTE_S = 4.0  # for testing the route to the next member: TCP repeats a packet that a firewall drops after 1 s and 3 s
+PORT_S = 5.0  # how long an ending process of an earlier job may still hold the port
+GATHER_S = 1.0  # newcomers that reach a running job within this time are admitted together
+RETURN_S = 600.0  # pause before a running job readmits a node that it left out, times how often it left the node out
+CALL_S = 2.0  # between two calls of a leader to addresses at which another leader may have been started
+FOUND_S = 2 * CALL_S  # minimum wait of a new node 0 for another leader's call, before it begins with fewer nodes
+PROBE_S = 1.0  # for the greeting of a process that may be a leader
 CLAIM_S = 10.0  # for one small file in the folder that the nodes share
-PREPARE_S = 300.0  # for what follows once all have come: importing torch from a busy network disk takes minutes
+PREPARE_S = 300.0  # for preparing after all members have come: importing torch from a busy network disk takes minutes
 
 # Signs of life --------------------------------------------------------------------------------------------------------
 ALIVE_S = 1.0  # between two signs of life
-SILENT_S = 30.0  # without a sign of life; a machine with too much to do may look dead for a while
-FROZEN_S = 5.0  # between two looks at the clock: this process was stopped itself, and knows nothing of the others
-BUSY_S = 3.0  # a leader that was silent for so long may only be busy
-ENDING_S = 0.5  # a member that was not reached may be ending, which its connection to the leader says in a moment
+SILENT_S = 30.0  # a member is lost after this long without a sign of life; an overloaded machine may look dead before
+FROZEN_S = 5.0  # a gap this long in a loop means that this process itself was stopped, and heard nothing of the others
+BUSY_S = 3.0  # a leader that is silent no longer than this may only be busy
+ENDING_S = 0.5  # a member that cannot be reached may be ending, which the leader learns within this time
 
 # Leaving --------------------------------------------------------------------------------------------------------------
-DECIDE_S = 1.0  # for a comparison of states that may show that this rank's is wrong, before it is rescued
-LAST_WORD_S = 2.0  # for what a process that ends, or a peer that may be gone, still has to say
-SAY_S = 2.0  # how long a message to the agent may take: one that is stopped reads nothing
-UNNOTICED_S = 2.0  # ranks notice within a second that a peer is gone; one that waits for it to join is told after this
-LEAVE_S = 15.0  # the ranks of a job end together: after one has ended, the rest have this long
-SCRIPT_LEAVE_S = 5.0  # the same for a script that knows nothing of us: it has only its own state to write
-REACH_S = 5.0  # from the agreement on a step to stop at: a rank that waits for data, or evaluates, does not come there
-# torchrun passes each signal on to ranks that may have got it already, within milliseconds. Slurm and Kubernetes repeat
-# theirs later: a signal that comes again after so long is meant, and the process leaves at once
+DECIDE_S = 1.0  # before this rank's state is rescued, for a comparison that may show that the state is wrong
+LAST_WORD_S = 2.0  # for the last messages of an ending process, or of a peer that may be gone
+SAY_S = 2.0  # for a message to the agent, because a stopped agent reads nothing
+UNNOTICED_S = 2.0  # ranks notice a lost peer within a second; a rank that waits for it to join is told after this time
+LEAVE_S = 15.0  # after one rank has ended, all other ranks of the job must end within this time
+SCRIPT_LEAVE_S = 5.0  # the same for a script that does not import rankup: it has only its own state to write
+REACH_S = 5.0  # for reaching the step at which all ranks stop; a rank that waits for data, or evaluates, will not
+# torchrun passes a signal on to ranks that may have got it already, within milliseconds. Slurm and Kubernetes repeat a
+# signal later. A signal that comes again after this time is meant as a second one, and the process leaves at once
 REPEAT_S = 5.0
-FAREWELL_S = 5.0  # how long the leader stays for the others to hear how the job ends
-KILL_S = 5.0  # how long a killed process may take to end; one that waits for a dead disk ends when the disk answers
+FAREWELL_S = 5.0  # how long the leader stays, so that the other members hear how the job ends
+KILL_S = 5.0  # for the end of a killed process; a process that waits for a dead disk ends only when the disk answers
 
 # The group of ranks --------------------------------------------------------------------------------------------------
-STOP_S = 0.001  # between two looks at whether a step may begin, while the ranks agree on one to stop at
-FORM_S = 20.0  # ranks that reach each other connect within this; more where there are many
-WATCHDOG_LATER_S = 10.0  # each step of joining has its own deadline, whose message says more than the watchdog's
-TORCH_S = 14 * 24 * 3600.0  # gloo's and nccl's own timeouts come after all of ours, which know phase and rank
+STOP_S = 0.001  # between two checks whether a step may begin, while the ranks agree on a step to stop at
+FORM_S = 20.0  # for connecting ranks that can reach each other; many ranks get more
+WATCHDOG_LATER_S = 10.0  # added for the watchdog while joining: each step's own deadline has a better message
+TORCH_S = 14 * 24 * 3600.0  # timeout of gloo and NCCL, longer than all of ours, whose messages name phase and rank
 WHERE_S = 2.0  # how long the leader may take to say where all ranks are
-QUIET_S = 5.0  # a rank of which nothing was heard for so long may be stopped, or cut off
-CAUSE_S = 7.0  # how long the line has to say who was lost, where a collective has broken
-# How long the loop gets to notice by itself that another rank's process is gone. It does so within milliseconds where a
-# collective of gloo breaks. NCCL's do not break, nor does one whose other side is a third rank that is alive.
+QUIET_S = 5.0  # a rank that was silent for this long may be stopped, or cut off
+CAUSE_S = 7.0  # after a collective broke: for the message that names the lost rank
+# How long the loop gets to notice by itself that another rank's process is gone. A gloo collective with that rank
+# breaks within milliseconds. NCCL's collectives do not break, nor does a collective with a third rank that is alive.
 GONE_S = 0.05
-# The same where the other rank ended with an error. The loop may be about to raise that error too (a mistake of the
-# user shows on all ranks), and then says more about it than this rank's end for a lost peer would.
+# The same if the other rank ended with an error. The loop may be about to raise that error too, because a user's
+# mistake shows on all ranks. Its own error then says more than the loss of a peer would.
 FAILED_S = 10.0
-FAILED_WAITING_S = 1.0  # in a collective
-LINGER_S = 2.0  # of a rank whose deadline has passed: the others write where they stand before it ends them
-STACKS_S = 5.0  # for the stacks: the disk of the run may be the very thing that hangs
+FAILED_WAITING_S = 1.0  # the same while the loop is in a collective
+LINGER_S = 2.0  # a rank whose deadline has passed stays this long, so that the other ranks can write their stacks
+STACKS_S = 5.0  # for writing the stacks: the disk of the run may be the very thing that hangs
 REPORT_END_S = 5.0  # for the report of an end: the store may hang too, or be in use by the thread that hangs
-LEAVING_S = 30.0  # for a rank that failed, to find the cause, to report it and to leave
-# How long after a deadline the kernel ends the process: for a hang that holds the interpreter's lock, so that no thread
-# of ours runs. Long, as the thread that ends it properly may need most of CAUSE_S + REPORT_END_S on a busy machine
+LEAVING_S = 30.0  # for a failed rank to find the cause, to report it and to leave
+# How long after a deadline the kernel ends the process, in case a hang holds the GIL and none of our threads can run.
+# It is long because the thread that ends the process may need most of CAUSE_S + REPORT_END_S on a busy machine
 LOCKED_GRACE_S = 60.0
 
 # The end of a rank ----------------------------------------------------------------------------------------------------
-# Keeps a victim from being named the root cause: torchrun's summary takes the earliest time, which has whole seconds,
-# then the lowest rank; and for a rank that left no file the time at which the others had ended.
+# Added to a victim's time, so that torchrun's summary does not name it the root cause. The summary takes the earliest
+# time, in whole seconds, then the lowest rank. A rank without an error file gets the time at which the others had
+# ended.
 VICTIM_LATER_S = 3
-PARTING_S = 3.0  # for the last lines of a rank that was asked to leave: a full pipe or a stuck disk must not keep it
+PARTING_S = 3.0  # for the last lines of a rank that was asked to leave, in case a full pipe or a stuck disk blocks it
 
 # What is printed ------------------------------------------------------------------------------------------------------
-PRINT_S = 5.0  # a reader that does not read holds up who prints: after that lines are dropped until it reads again
+PRINT_S = 5.0  # how long a reader that does not read may block printing; then lines are dropped until it reads again
 
 # Copies of the state --------------------------------------------------------------------------------------------------
-HURRY_S = 3.0  # for parts of a copy that are nearly done, when a rank was lost
+HURRY_S = 3.0  # after a rank was lost: for parts of a copy that are nearly written
 VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
-SHARE = 0.005  # no seconds but a share of the time: for comparisons of states, and for parts in memory
-ABANDONED_S = 7 * 24 * 3600.0  # what no run went on with for so long is removed from memory
+SHARE = 0.005  # a share of the training time, not seconds: for comparing states, and for writing parts to memory
+ABANDONED_S = 7 * 24 * 3600.0  # parts in memory that no run has resumed from for this long are removed
 
 # Places ---------------------------------------------------------------------------------------------------------------
 LOCK_S = 4.0  # rank 0 of a killed attempt may take this long to end, and holds its lock until then
-REQUEST_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a store is asked again
-FIND_S = 5.0  # for a mirror at opening, where a run is here that may go on without it
-# At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less
+REQUEST_S = 60.0  # for one small request, because a frozen store or a firewall never answers
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a failed request to a store is repeated
+FIND_S = 5.0  # for a mirror to answer at the start, if the run exists here and can continue without the mirror
+# For the last uploads. The other ranks wait for rank 0 at the end, and a launcher stops a job within a minute or less
 UPLOAD_END_S, UPLOAD_STOP_S = 60.0, 15.0
 
 # Looking at a run -----------------------------------------------------------------------------------------------------
-LAST_REPORT_S = 1.0  # how long the end of an attempt may wait for the last report: a disk may hang
-RUN_SILENT_S = 5 * REPORT_S  # a network file system shows another machine's writes some seconds later
-NOW_S = 5.0  # younger signs of life are "now"
-LONG_S = 10.0  # in one step, or in a phase without steps: worth a word
-FOLLOW_S = 1.0  # between two looks at logs that are followed: equal lines of several ranks have come by then, mostly
-# Equal lines so many seconds apart are still one: clocks differ, and one rank writes at the end of a second what
-# another writes at the beginning of the next
+LAST_REPORT_S = 1.0  # for the last report of an attempt, whose disk may hang
+RUN_SILENT_S = 5 * REPORT_S  # a run is silent after this; a network disk shows another machine's writes seconds late
+NOW_S = 5.0  # a younger sign of life is shown as "now"
+LONG_S = 10.0  # a step, or a phase without steps, that takes longer is mentioned
+FOLLOW_S = 1.0  # between two reads of logs that are followed; equal lines of several ranks mostly come within this time
+# Equal lines that are at most this many seconds apart are shown as one. Clocks differ, and one rank may write at the
+# end of a second what another rank writes at the beginning of the next
 SAME_S = 2
-ANSWER_STACKS_S = (2.0, 3.0)  # for each of two signals: a thread of Python needs its turn on a busy machine
-ANSWER_TICK_S = 0.05  # between two looks for the answer
+ANSWER_STACKS_S = (2.0, 3.0)  # for the answer to each of two signals: on a busy machine a Python thread must wait
+ANSWER_TICK_S = 0.05  # between two checks for the answer
 
 # Trackers -------------------------------------------------------------------------------------------------------------
-# How long rank 0 waits for the last values to be sent. A run that is stopped may have few seconds until it is killed:
-# its sender goes on alone, if it can
+# How long rank 0 waits for the last values to be sent. A run that is stopped may be killed within seconds, so its
+# sender process continues alone if it can
 TRACKER_S = {"finished": 32.0, "stopped": 4.0, "failed": 0.0}
-SENDER_LOOK_S = 2.0  # between two looks into the run directory
+SENDER_LOOK_S = 2.0  # between two checks of the run directory
 SENDER_PAUSE_S = 10.0  # between two attempts to reach a server that does not answer
-SENDER_END_S = 30  # how long the sender may go on once it knows that rank 0 has ended
+SENDER_END_S = 30  # how long the sender may continue after it knows that rank 0 has ended

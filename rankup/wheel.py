@@ -1,4 +1,4 @@
-"""setuptools' build of the wheel, with one date for all files: the same files give the same bytes on any day."""
+"""Builds the wheel with setuptools and one date for all files, so that the same files always give the same bytes."""
 
 import os
 

@@ -1,1 +1,1 @@
-"""rankup: one PyTorch training job, written once, started anywhere."""
+"""A training program written with rankup. Start reading in `loop`."""

@@ -1,15 +1,15 @@
-"""The agent of one node: it meets the others, starts this node's ranks, and carries their ends and stop requests.
+"""The agent of one node. It meets the other agents, starts this node's ranks, and reports their ends and stop requests.
 
-It lives as long as the job. Its event loop is one thread; other threads read the pipes of freshly started ranks. It
-uses no device and does not import torch.
+It lives as long as the job. Its event loop runs in one thread. Other threads read what scripts print that do not import
+rankup. The agent uses no device and does not import torch. A job whose number of nodes may change is called elastic.
 
-| a rank ends badly      | its agent says so; the leader ends the membership; every agent has its ranks leave, and     |
-|                        | says how each of them ended; the leader decides (`ends`): another membership, or the end    |
-| an agent is lost       | the same, once its connection ends or it is silent; another one has to come in its place    |
-| the leader is lost     | every agent has its ranks leave, and looks for the leader until its time to join is over    |
-| the number may change  | the lost one is replaced by a spare, or not at all; after the leader the next member leads  |
-|                        | after SIGTERM to one agent its node saves with the others, and leaves for good              |
-| an agent gets a signal | the leader tells all agents, and each passes it on to its ranks                             |
+| a rank fails           | its agent tells the leader, and the leader ends the membership. Every agent makes its ranks |
+|                        | leave and reports how each ended. The leader then starts a new membership or ends the job   |
+| an agent is lost       | the same, once its connection ends or it is silent too long. A new agent must take its place|
+| the leader is lost     | every agent makes its ranks leave, and looks for the leader until its time to join is over  |
+| ... in an elastic job  | a spare replaces a lost node, or nothing does. If the leader is lost, the next member leads |
+|                        | if one agent gets SIGTERM, its node saves together with the others and leaves for good      |
+| an agent gets a signal | the leader tells all agents, and each agent passes the signal on to its ranks               |
 """
 
 import asyncio
@@ -38,24 +38,24 @@ log = logging.getLogger("rankup")
 
 
 class Agent:
-    """Runs this node's part of the job to its end."""
+    """The agent of this node, from its start until the job is over for it."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.node, self.limits = options, options.node, options.node.limits
         self.alone = self.node.num_nodes == 1
         self.ranks = Ranks(options, say=self.say, hear_stop=self._hear_signal, begin=self.begin, finish=self.finish)
         self.lead: Lead | None = None
-        self.port = 0  # where this agent leads, or says who does
-        self.places = dict[str, tuple[str, int]]()  # where each node was last, which may be started there anew
-        self._leaves = False  # for good, and the others go on
+        self.port = 0  # where this agent listens as the leader, or tells callers who leads
+        self.places = dict[str, tuple[str, int]]()  # each node's last address, where its agent may be started again
+        self._leaves = False  # whether this node leaves for good while the job goes on
         self._listener: asyncio.Server | None = None
-        self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
+        self._elsewhere: tuple[str, int] | None = None  # the address of another agent that says it leads
         self._tasks: set[asyncio.Task[None]] = set()
-        self._asked_s = 0.0  # when a signal came to this agent
+        self._asked_s = 0.0  # when this agent got its first request to stop
         self._over: asyncio.Future[Verdict]  # set once the job is over for this agent
 
     async def run(self) -> Verdict:
-        """Be one of the agents to the end. Returns its exit code and why. Raises UserError, JoinError and PeerLost."""
+        """Run until the job is over for this agent. Returns how it ended. Raises UserError, JoinError and PeerLost."""
         self._over = asyncio.get_running_loop().create_future()
         self.options.script.check(os.environ, world_size=self.node.world_size)
         place = await id_of(self.options.shared_dir) if self.options.shared_dir else ""
@@ -65,9 +65,9 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP, and so must we
             loop.add_signal_handler(signal.SIGHUP, self._hear_signal, "SIGTERM")  # the terminal is gone
-        loop.add_signal_handler(signal.SIGUSR2, lambda: None)  # a batch system may send it to every process
+        loop.add_signal_handler(signal.SIGUSR2, lambda: None)  # batch systems may send it, and by default it kills
         try:
             await self.ranks.open()
             if self.node.node_rank == 0:
@@ -85,9 +85,9 @@ class Agent:
             self.ranks.close()
 
     def _introduce(self, place: str) -> Attendance:
-        """`place`: the id of what it shares with other nodes."""
+        """Describe this agent to the others. `place`: the id of the shared directory, see `id_of`; "" without one."""
         node, limits, words = self.node, self.limits, self.options.script.words
-        # A digest: arguments may be long, and may hold a secret
+        # Send only a digest, because arguments may be long and may contain a secret
         settings = self.options.script.must_match()
         settings[ARGUMENTS] = hashlib.sha256(os.fsencode("\0".join(words))).hexdigest()[:16]
         if self.options.shared_dir:
@@ -107,9 +107,9 @@ class Agent:
         )
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task. A fault of ours in it ends the agent: nobody else would notice it."""
+        """Start a task. An unexpected exception in the task ends the agent, because nobody awaits the task."""
         task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop itself holds tasks weakly
+        self._tasks.add(task)  # the event loop holds only weak references to tasks
         task.add_done_callback(self._done)
         return task
 
@@ -123,16 +123,16 @@ class Agent:
             self._over.set_result(verdict)
 
     def say(self, kind: str, **values: Any) -> bool:
-        """To the leader. Returns False where there is none just now."""
+        """Send a message to the leader. Returns False while no leader is connected."""
         return self.attendance.say(kind, **values)
 
     # Who leads ------------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """On MASTER_PORT where others look for this node there. Raises JoinError and UserError."""
+        """Listen on MASTER_PORT, or on any free port if another agent needs it. Raises JoinError and UserError."""
         port = self.node.master_port
         if self.node.node_rank:
-            try:  # node 0, or another agent, may be on this machine too
+            try:  # node 0 or another agent may run on this machine too
                 port = 0 if await is_this_machine(self.node.master_addr) else port
                 open_port("", port).close()
             except OSError:
@@ -155,14 +155,13 @@ class Agent:
         link.close()
 
     def yield_to(self, ip: str, port: int) -> None:
-        """There is a leader that knows a newer membership."""
+        """Stop leading, because the agent at this address leads a newer membership."""
         if self.lead is not None:
-            log.warning("another node leads, at %s:%d: this one becomes a member there", ip, port)
+            log.warning("another node leads this job, at %s:%d: this node becomes a member there", ip, port)
             self._elsewhere = ip, port
             self._give_up()
 
     def _give_up(self) -> None:
-        """Lead no longer."""
         if self.lead is not None:
             self.lead.give_up()
         self.lead = None
@@ -174,14 +173,14 @@ class Agent:
             return self.node.master_addr, self.node.master_port
         elsewhere, self._elsewhere = self._elsewhere, None
         if (found := await elect(self.attendance, self.node, elsewhere)) is None:
-            log.warning("this node leads from now on: no member before it answers")
+            log.warning("this node leads from now on: no member that should lead before it answers")
             self.lead = Lead(self.attendance.me, self.ranks, places=self.places, outdone=self.yield_to)
         return found or ("127.0.0.1", self.port)
 
-    # The leader's words ---------------------------------------------------------------------------------------------
+    # Messages of the leader -----------------------------------------------------------------------------------------
 
     def _hear_leader(self, event: dict[str, Any]) -> bool:
-        """Returns whether nothing more is to be heard."""
+        """Act on a message of the leader. Returns whether it is the last one that this agent needs."""
         kind = event["is"]
         if kind == "propose":
             self.begin(self._get_ready(event))
@@ -205,24 +204,25 @@ class Agent:
         return False
 
     async def _end(self, verdict: Verdict) -> None:
-        """Somebody may ask the job to stop while ranks that lost another one still write down what they hold."""
+        """Finish once the ranks have left. If a stop ends the job, ranks that lost a peer may still save the state."""
         await self.ranks.left()
         self.finish(verdict)
 
     async def _get_ready(self, event: Mapping[str, Any]) -> None:
-        """Answer a proposal once no rank of an earlier membership runs, and the next ones can be forked."""
+        """Answer a proposal once no rank of an earlier membership runs and the fork server can start the next ranks."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
         if self.limits is None or self.attendance.me.token in self.attendance.basis["used"]:
-            await self.ranks.server.ready.wait()  # a spare knows of the membership at once, whatever it still imports
+            await self.ranks.server.ready.wait()  # a spare starts no ranks, and so answers without waiting for imports
         self.ranks.interface = {} if self.alone else interface_variables(os.environ, event["ip"])
         self.attendance.ready(event["n"])
 
     # Stops ----------------------------------------------------------------------------------------------------------
 
     def _hear_signal(self, name: str) -> None:
-        """To this agent, or one of its ranks. The first one is told to all agents. One that comes again later is meant.
-        A node that is to leave a job whose leader is lost tells the next one."""
+        """Handle a signal to this agent or one of its ranks. The leader passes the first one on to all agents. If one
+        comes again after REPEAT_S, this agent ends at once. In an elastic job SIGTERM makes only this node leave. If no
+        leader is connected just then, `_leave` tells the next one."""
         if name != "SIGUSR1":
             after_s = time.monotonic() - self._asked_s
             if self._asked_s and after_s > timing.REPEAT_S:
@@ -243,12 +243,12 @@ class Agent:
         self.begin(self._leave(verdict))
 
     async def _leave(self, verdict: Verdict) -> None:
-        """Once this node's ranks have ended with the others, and a leader is there to hear it."""
-        await asyncio.sleep(timing.ENDING_S)  # the leader may have it that all leave
+        """Leave once this node's ranks have stopped together with the others and a leader has heard that they did."""
+        await asyncio.sleep(timing.ENDING_S)  # if every node is asked to leave, the leader stops the whole job
         while not (self.say("leaving") and await self.ranks.ended_within(timing.ALIVE_S)):
-            await asyncio.sleep(timing.ENDING_S)  # it may be another leader then
+            await asyncio.sleep(timing.ENDING_S)  # the leader may have changed by then, so tell it again
         if self.ranks.stopping:
-            return  # all leave, and hear how the job ends
+            return  # the whole job stops, and the leader will say how it ends
         self.say("left")
         await asyncio.sleep(timing.ENDING_S)
         self._give_up()

@@ -1,4 +1,5 @@
-"""A member's side of the meeting: find the leader, try the route to the next member, hear the leader's decisions."""
+"""How a member takes part in the meeting: it finds the leader, tests the route to the next member, and follows the
+leader's decisions. In an elastic job, whose number of nodes may change, the members also elect the leader."""
 
 import asyncio
 import contextlib
@@ -20,16 +21,16 @@ from rankup.env.node_env import NodeEnv
 from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
 
-ASKED = 4  # members that are asked at once who leads
-CROWD = 8  # a job with more ranks tries less often: one machine takes all connections
-HINT = "MASTER_ADDR and MASTER_PORT, or the file, have to be rank 0's on all ranks."
+ASKED = 4  # how many members are asked at once who leads
+CROWD = 8  # members of a job with more ranks retry less often, because one machine accepts all connections
+HINT = "On all ranks, MASTER_ADDR and MASTER_PORT, or the file, must be those of rank 0."
 
 
 class Attendance:
-    """This member's connection to the leader, made again while there is time.
+    """This member's connection to the leader. If it is lost, the member connects again until its time to join is over.
 
-    `problem`: why there is no membership yet. `basis`: the newest that was heard of, whose `n` counts for any job.
-    """
+    `problem`: why there is no membership yet. `basis`: the newest basis that the leader has sent, see `votes`. If the
+    number of nodes is fixed, only its `n` means anything."""
 
     def __init__(
         self, me: Member, find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
@@ -37,41 +38,41 @@ class Attendance:
         records: Callable[[], Mapping[int, Record]] = dict, silent_s: float = timing.SILENT_S,
         warm: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
-        yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of this member's
-        ranks that run, by rank. `silent_s`: the leader is lost where it gives no sign of life for so long. `warm`:
-        whether this member's ranks would start without a wait for imports."""
+        """`find_leader`: returns the leader's host and port, which may change, or raises an OSError that says why none
+        is there yet. `notice`: prints what this member waits for, every NOTICE_S. `records`: the records of this
+        member's running ranks, by rank. `silent_s`: the leader is lost after this many seconds without a sign of life.
+        `warm`: whether the fork server has imported torch already, so that ranks start at once."""
         self.basis: Basis = NONE
         self._silent_s, self._warm, self._records = silent_s, warm, records
         self.me, self._find_leader, self._notice, self._clock = me, find_leader, notice, clock
         self.problem = "nothing was heard from rank 0"
-        self._until_s = math.inf  # when the time to find a leader is over; endless in a membership
+        self._until_s = math.inf  # when the time to join is over; infinite in a membership
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
-        self._leader, self.at = "", list[Any]()  # where it was found; as host and port while this is a member
+        self._leader, self.at = "", list[Any]()  # the leader's last address as text; its [ip, port] while connected
         self._chosen_ip = me.ip
         self._listener: socket.socket | None = None
         self._next_member: list[Any] | None = None  # ip, port and name
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def say(self, kind: str, **values: Any) -> bool:
-        """To the leader. Returns False where there is none just now."""
+        """Send a message to the leader. Returns False while no leader is connected."""
         if self._link is not None:
             self._link.send(kind, **values)
         return self._link is not None
 
     def ready(self, n: int) -> None:
-        """This member's ranks are gone, and it can be in membership `n`. Returns at once; the leader is told when the
-        route to the next member has been tried."""
+        """Say that this member's ranks have ended and that it can join membership `n`. Returns at once. The leader gets
+        the message after the route to the next member has been tested."""
         if self._link is not None and n == self.basis["n"]:
             self._start(self._try_route(self._link, n))
 
     async def attend(self, hear: Callable[[dict[str, Any]], object]) -> None:
-        """Be a member until `hear` returns something true. It gets what the leader says: propose, commit, lost, ...;
-        "gone" (with `why`) where the leader is lost itself. It is then looked for again.
+        """Take part until `hear` returns true. `hear` receives each message of the leader: propose, commit, lost, ...
+        If the leader itself is lost, `hear` receives "gone" (with `why`), and this looks for a leader again.
 
-        Raises JoinError where no leader answers `me.left_s` after the start, or after the last membership was lost. One
-        that answers knows better how long to wait, and who is missing.
+        Raises JoinError if `me.left_s` seconds after the start, or after the loss of the last membership, no leader
+        answers. A leader that answers decides itself how long to wait, because it knows who is missing.
         """
         self._until_s = self._clock() + self.me.left_s
         try:
@@ -87,7 +88,7 @@ class Attendance:
                 self._link, self.at = None, []
                 if self._clock() > self._until_s:
                     if "code" not in lost:
-                        stopped = "its process is stopped, or the network between is cut"
+                        stopped = "its process is stopped, or the network to it is cut"
                         self.problem = f"rank 0 at {self._leader} {lost['why']}: {stopped}"
                     raise self._failure()
                 self._leave_membership()
@@ -98,7 +99,7 @@ class Attendance:
             self.close()
 
     async def _next(self, link: Link) -> dict[str, Any] | None:
-        """The leader's next message, None where there will be none."""
+        """Return the leader's next message, or None if the connection has ended or the message is malformed."""
         with contextlib.suppress(ConnectionError):
             message = await link.receive()
             if fits(message, LEADERS.get(message["is"], {})):
@@ -107,7 +108,7 @@ class Attendance:
         return None
 
     def close(self) -> None:
-        """Leave. What was said still goes out."""
+        """Leave. Messages that were already sent still go out."""
         for task in self._tasks:
             task.cancel()
         for held in (self._link, self._listener):
@@ -121,7 +122,7 @@ class Attendance:
         return task
 
     def _take(self, link: Link, message: dict[str, Any]) -> bool:
-        """Do what the meeting needs. Returns whether the message is for others too."""
+        """Handle what a message means for the meeting. Returns whether `hear` gets the message too."""
         kind = message["is"]
         if kind == "waiting":
             self.problem = message["text"]
@@ -132,11 +133,11 @@ class Attendance:
         elif kind in ("commit", "spare", "basis"):
             self._until_s = self._until_s if kind == "basis" else math.inf
             basis = message.get("basis") or self.basis
-            if age(basis) >= age(self.basis):  # else a newer one is proposed already
+            if age(basis) >= age(self.basis):  # otherwise a newer basis has been proposed already
                 self.basis = basis
             if message.get("basis"):
                 link.send("has", n=self.basis["n"], v=self.basis["v"])
-        elif kind == "over":  # leave, but not before the others have heard it from a leader in this process
+        elif kind == "over":  # stop reconnecting, but stay until a leader in this process has told the other members
             self._until_s = self._clock()
         elif kind == "lost":
             self._leave_membership()
@@ -172,7 +173,7 @@ class Attendance:
                     self.problem = str(error)
                 except OSError as error:
                     now = explain(error, host, port)
-                    # When rank 0 gives up, its container goes, and with it the name: the refusal was the cause
+                    # When rank 0 gives up, its container and host name vanish. The earlier refusal says the real cause
                     refused = now if isinstance(error, ConnectionRefusedError) else refused
                     self.problem = f"{refused}. By now {now}" if refused and refused != now else now
             now_s = self._clock()
@@ -184,7 +185,7 @@ class Attendance:
             await asyncio.sleep(crowd * (timing.EARLY_PAUSE_S if now_s - begun_s < timing.EARLY_S else timing.PAUSE_S))
 
     async def _introduce(self, host: str, port: int) -> Link:
-        """Raises OSError where nothing is reached, and JoinError where that is no leader who takes members."""
+        """Connect and send hello. Raises OSError if nothing accepts, JoinError if no leader there takes members."""
         self._listen()
         secret = read_secret(os.environ)
         link = await Link.connect(host, port)
@@ -210,7 +211,7 @@ class Attendance:
         return link
 
     async def _watch(self, link: Link) -> str:
-        """Give signs of life, until the leader gives none. Returns why it is given up."""
+        """Send signs of life until the leader sends none for too long. Returns why the leader counts as lost."""
         looked_s = self._clock()
         while True:
             signs = [record.read().sign() for record in self._records().values()]
@@ -218,7 +219,7 @@ class Attendance:
             await asyncio.sleep(timing.ALIVE_S)
             now_s = self._clock()
             if now_s - looked_s > timing.ALIVE_S + min(timing.FROZEN_S - timing.ALIVE_S, self._silent_s / 2):
-                self._heard_s = now_s
+                self._heard_s = now_s  # this process was frozen itself, and could not hear the leader
             looked_s, silent_s = now_s, now_s - self._heard_s
             is_over = now_s > self._until_s + timing.LAST_WORD_S and silent_s > timing.BUSY_S
             if silent_s > self._silent_s or is_over:
@@ -228,20 +229,20 @@ class Attendance:
     # The route to the next member ---------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """At any high port, as gloo will. Raises OSError.
+        """Listen on any high port, as gloo will, so that another member can test the route. Raises OSError.
 
-        Nobody accepts: the kernel completes connections by itself, and not one byte of a stranger is read.
+        The kernel completes connections by itself. Nothing reads from them, so strangers can send no data.
         """
-        if self._listener is None and self.me.num_ranks < self.me.world_size:  # else nobody tries the way to it
+        if self._listener is None and self.me.num_ranks < self.me.world_size:  # a single member needs no route test
             self._listener = open_port("", 0, backlog=128)
             self._listener.setblocking(False)
             self.me = replace(self.me, port=self._listener.getsockname()[1])
 
     async def _try_route(self, link: Link, n: int) -> None:
-        """Say that this member is ready, and the problem with the route, or ""."""
+        """Test the route to the next member. Then tell the leader that this member is ready, and what failed, or ""."""
         problem = ""
         with contextlib.suppress(OSError):
-            while self._listener is not None:  # drop what earlier memberships completed: the queue must not fill
+            while self._listener is not None:  # drop connections of earlier tests, so that the backlog never fills
                 self._listener.accept()[0].close()
         if self._next_member is not None:
             ip, port, name = self._next_member
@@ -254,12 +255,12 @@ class Attendance:
 
 
 def explain(error: OSError, host: str, port: int) -> str:
-    """Why a connection failed, and what that usually means; one clause."""
+    """Return a clause that says why a connection failed and what this error usually means."""
     address = f"{host}:{port}"
     if isinstance(error, socket.gaierror):
         return f'the name "{host}" does not resolve here ({error.strerror})'
     if isinstance(error, ConnectionRefusedError):
-        own = ". A loopback address is each machine itself" if is_loopback(host) else ""
+        own = ". A loopback address reaches only the machine itself" if is_loopback(host) else ""
         return (
             f"{address} refuses the connection: the machine answers, but nothing listens on that port (rank 0 not "
             f"started or already gone, or another port){own}"
@@ -269,19 +270,18 @@ def explain(error: OSError, host: str, port: int) -> str:
     return f"{address}: {os.strerror(error.errno) if error.errno else error}"
 
 
-# Who leads, where the number of nodes may change ----------------------------------------------------------------------
+# Who leads an elastic job ---------------------------------------------------------------------------------------------
 
 
 async def elect(attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int] | None) -> tuple[str, int] | None:
-    """Where somebody leads; None where this member is to: the first of the last membership that answers leads.
-    `elsewhere`: where a leader has said that it leads. Raises OSError where that is to be waited for.
+    """Return the leader's address, or None if this member must lead. The first member of the last membership that
+    answers leads. `elsewhere`: the address of an agent that has said it leads. Raises OSError if the caller must retry.
 
-    All members look at once. So each of them asks a few, those that may lead first, and only who is about to lead
-    itself asks all.
-    """
+    All members search at the same time. Each one therefore asks only a few at once, in the order in which members lead.
+    Only a member that is about to lead asks all of them."""
     basis, me, master = attendance.basis, attendance.me, (node.master_addr, node.master_port)
     said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
-    # No leader: a new node 0 that hears it knows that there is a job
+    # Port 0 says that this member does not lead. A new node 0 that hears it learns that the job exists
     words = {**knowledge(basis, me.token), "port": 0}
 
     async def ask(places: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
@@ -305,16 +305,16 @@ async def elect(attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int
             return found
         for token, place, name in few:
             if (each := said[place]) and each["token"] == token:
-                raise ConnectionError(f"{name} is to lead, and does not yet")
+                raise ConnectionError(f"{name} should lead, but does not lead yet")
     if not basis["n"]:
-        return master  # which says why not
+        return master  # connecting there gives the error to show
     if len(before) == len(known):
         raise ConnectionError("no leader of the job was found")
     return await ask(place for token, place, _ in known if token != me.token)
 
 
 async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What an agent at that address says of who leads; None where none does. `answer`: what a leader says to it."""
+    """Ask the agent at this address who leads, and send it `answer` as "leads". Returns None if nobody replies."""
     connect = Link.connect(ip, port, timeout_s=timing.PROBE_S)
     with contextlib.suppress(OSError, ValueError), contextlib.closing(await connect) as link:
         async with asyncio.timeout(timing.PROBE_S):

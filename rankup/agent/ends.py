@@ -3,14 +3,13 @@
 The first rank that ends badly ends the membership: every agent tells its ranks to leave, and reports how each ended.
 Only then is the cause known, because a rank that lost its peer often ends before the peer itself.
 
-| status.json                         | the run: by node 0's agent, or by rank 0 of a script that imports rankup |
-| status/<attempt>/rank-N.json        | how each rank ended: by its agent, or by the rank itself                 |
-| status/<attempt>/progress-*.json    | how the attempt goes                                                     |
-| the file in TORCHELASTIC_ERROR_FILE | what torchrun's summary shows                                            |
+| status.json                         | state of the run; by node 0's agent, or rank 0 if the script imports rankup |
+| status/<attempt>/rank-N.json        | how each rank ended; by its agent, or by the rank itself                    |
+| status/<attempt>/progress-*.json    | how the attempt goes; by the writer of status.json                          |
+| the file in TORCHELASTIC_ERROR_FILE | what torchrun's summary shows; by the rank                                  |
 
-A reader that finds no `status.json`, or another attempt's id in it, takes the run for failed: yesterday's success must
-never be read as today's.
-"""
+A reader that finds no `status.json`, or another attempt's id in it, must assume that the run failed. Otherwise it would
+report yesterday's success as today's."""
 
 import contextlib
 import json
@@ -30,7 +29,7 @@ from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
 from rankup.timing import VICTIM_LATER_S
 
-# What a collective says when the other side is gone. gloo has no class of its own for it: a plain RuntimeError of C++.
+# The error texts of collectives whose peer is gone. gloo has no class of its own for them: it raises a RuntimeError.
 LOST_PEER = re.compile(
     r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
     r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout|"
@@ -40,13 +39,13 @@ LOST_PEER = re.compile(
 
 
 def new_job() -> str:
-    """A new id of a job; that of its restart N, the attempt, ends in -N. Ids sort by time, and two made in one second
-    differ."""
+    """Return a new id of a job. The id of an attempt is the job's id and -N for restart N. Ids sort by time, and two of
+    the same second differ."""
     return time.strftime("%Y%m%dT%H%M%S-") + secrets.token_hex(3)
 
 
 def job_of(attempt: str) -> str:
-    """The job part of an attempt's id."""
+    """Return the job's id, which is the first part of an attempt's id."""
     return "-".join(attempt.split("-")[:2])
 
 
@@ -61,22 +60,22 @@ class End:
     host: str
     code: int
     cause: str = ""  # in a few words
-    step: int = 0  # the last one it finished, 0 where it never said
-    told: bool = False  # to leave, so that its code explains nothing
-    suspect: int | None = None  # the rank that it lost, if it knows
+    step: int = 0  # the last step that the rank reported, or 0
+    told: bool = False  # the rank was told to leave, so its code explains nothing
+    suspect: int | None = None  # the rank that this rank lost, if known
 
     @property
     def explains(self) -> bool:
-        """Why the job ended: not of a rank that only lost another one, or was told to leave."""
+        """Whether this end may be the cause: the rank did not just lose another rank, and was not told to leave."""
         return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.cause)
 
     @property
     def blamed(self) -> int | None:
-        """The rank whose machine may be at fault, None where nobody knows."""
+        """The rank whose machine may be at fault; None if nobody knows."""
         return self.rank if self.explains else self.suspect
 
     def entry(self) -> dict[str, Any]:
-        """What the files of a run say of it."""
+        """Return this end as the files of a run record it."""
         return {
             "rank": self.rank, "host": self.host, "state": _state_of(self.code), "code": self.code, "why": self.cause,
             "step": self.step, "suspect": self.suspect, "told": self.told,
@@ -84,14 +83,14 @@ class End:
 
     @staticmethod
     def read(message: Mapping[str, Any], host: str) -> "End":
-        """Raises LookupError, TypeError and ValueError for what no rank says."""
+        """Read an end from a message of `host`. Raises LookupError, TypeError or ValueError for a malformed message."""
         return End(
             int(message["rank"]), host, int(message["code"]), str(message["cause"]), int(message["step"]),
             bool(message["told"]), message.get("suspect"),
         )
 
     def message(self) -> dict[str, Any]:
-        """What `read` reads; the host is that of the member who sends it."""
+        """Return a message for `read`. It names no host, because the receiver knows the sender's host."""
         return {name: value for name, value in asdict(self).items() if name != "host"}
 
     def __str__(self) -> str:
@@ -99,8 +98,9 @@ class End:
 
 
 def cause_of(ends: Sequence[End]) -> tuple[int, End]:
-    """The code that these ends mean together, and the one that says why. `ends`: as for `root_cause`, at least one."""
-    # All that the others say is that they lost somebody, whatever their code
+    """Return the exit code of all these ends together, and the end that explains it. `ends`: at least one, in the order
+    of `root_cause`."""
+    # An end that does not explain anything counts as a peer loss, whatever its code
     code = root_cause([end.code if end.explains else PEER_LOST for end in ends])
     return code, next((end for end in sorted(ends, key=lambda end: not end.explains) if end.code == code), ends[0])
 
@@ -111,34 +111,34 @@ def _state_of(code: int) -> str:
 
 @dataclass
 class Verdict:
-    """What is decided: another membership where `code` is None, else the job's end with that code."""
+    """The decision after a membership ended: start another one if `code` is None, else end the job with `code`."""
 
     code: int | None
-    text: str = ""  # why
-    cause: End | None = None  # of another membership
+    text: str = ""  # the reason
+    cause: End | None = None  # the end that made another membership necessary
 
 
 @dataclass
 class Ends:
-    """The ends of a membership's ranks, and what they mean."""
+    """Collects the ends of a membership's ranks, and decides what happens next."""
 
     world_size: int
-    max_restarts: int  # in a row without a new step
-    restart_on: Collection[int] = ()  # codes below 128 that are worth a restart too
-    restarts: int = 0  # of all memberships so far
-    without_progress: int = 0  # restarts since a new step was finished
+    max_restarts: int  # give up after this many restarts in a row without a new step
+    restart_on: Collection[int] = ()  # codes below 128 after which to restart too
+    restarts: int = 0  # restarts in all memberships so far
+    without_progress: int = 0  # restarts since the last new step
     furthest_step: int = 0
-    stopped_by: str = ""  # the signal that somebody has sent, which asks the job to stop
-    latest: list[End] = field(default_factory=list)  # of the last membership that was judged
-    _ends: dict[int, End] = field(default_factory=dict)  # the first that ended first
+    stopped_by: str = ""  # the signal that asked the job to stop
+    latest: list[End] = field(default_factory=list)  # the ends of the last membership that was judged
+    _ends: dict[int, End] = field(default_factory=dict)  # by rank, in the order in which the ranks ended
 
     def add(self, end: End) -> bool:
-        """Take note of an end. Returns whether it was the last one."""
+        """Add an end. Returns whether every rank has ended now."""
         self._ends.setdefault(end.rank, end)
         return len(self._ends) == self.world_size
 
     def judge(self, *, changing: bool = False) -> Verdict:
-        """Decide, once every rank has ended. `changing`: the ranks were asked to stop for another membership."""
+        """Decide after every rank has ended. `changing`: the ranks were asked to stop for another membership."""
         ends = self.latest = list(self._ends.values())
         self._ends = {}
         if not ends:
@@ -160,7 +160,7 @@ class Ends:
             return Verdict(code, f"{cause}; gave up after {self.max_restarts} restarts without progress")
         self.restarts += 1
         self.without_progress += 1
-        # Of the attempts since then: the one that reached the newest step is none of them
+        # The attempt that reached the newest step made progress, so it does not count
         vain = self.without_progress - (self.furthest_step > 0)
         return Verdict(None, f"{cause}, restarted ({vain} of {self.max_restarts} attempts without progress)", cause)
 
@@ -169,43 +169,43 @@ class Ends:
 
 
 def write_end(run_dir: Path, attempt: str, end: End) -> None:
-    """How one rank ended. A full disk must not hide the reason."""
+    """Write how one rank ended. A full disk must not hide the reason, so this raises no OSError."""
     with contextlib.suppress(OSError):
         write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **end.entry()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is last known of one attempt: rank 0 says it, or the leader of a script that does not import rankup, of
-    whose steps nobody knows. Times are of `time.time()` on its machine."""
+    """The newest report on one attempt. Rank 0 writes it, or the leader if the script does not import rankup; then the
+    steps are unknown. Times are `time.time()` on the writer's machine."""
 
-    run: str  # its id
+    run: str  # the id of the run
     attempt: str
-    began: float  # the process of rank 0
-    time: float  # of writing this
+    began: float  # when rank 0's process began
+    time: float  # when this report was written
     first_step: int = 0
     step: int = 0
-    total_steps: int | None = None  # None where nobody knows
+    total_steps: int | None = None  # None if unknown
     finished: bool  # the run ended with this attempt
-    seconds: dict[str, float] = field(default_factory=dict)  # of the whole attempt so far, by kind
+    seconds: dict[str, float] = field(default_factory=dict)  # by kind, for the whole attempt so far
     unit: str = ""
     per_s: float = 0.0
     remaining_s: float | None = None  # estimated; None before the first step
     metrics: dict[str, float] = field(default_factory=dict)  # the newest values of training and evaluation
-    ranks: list[dict[str, Any]]  # what is last heard of each
-    open_s: float = 0.0  # for how long rank 0 had been in a step by then, or in its wait for data
+    ranks: list[dict[str, Any]]  # the last sign of life of each rank
+    open_s: float = 0.0  # how long rank 0 had been in its step, or in its wait for data
     nodes: list[dict[str, Any]] = field(default_factory=list)  # see `Leader.nodes`
 
     def write(self, run_dir: Path) -> None:
-        """Replace the file of this attempt. Raises OSError."""
-        # Launchers may give an id twice, so the name has more than the attempt's
+        """Replace this attempt's file. Raises OSError."""
+        # A launcher may give the same id to two attempts, so the file name also contains a time
         path = run_dir / "status" / self.attempt / f"progress-{self.began:.2f}.json"
         write_atomically(path, json.dumps(vars(self)) + "\n")
 
 
 class StatusFile:
-    """`status.json` of a run directory, which rank 0 writes. `attempt`: its id; the ranks take over rank 0's when they
-    meet. `begun`: before, a mistake of the user is that of a command, and no end of the run."""
+    """The file `status.json` of a run directory, which rank 0 writes. `attempt`: the attempt's id; when the ranks meet,
+    they take over rank 0's. `begun`: False while a user's mistake does not count as an end of the run."""
 
     def __init__(self, run_dir: Path, launch: RankEnv) -> None:
         self.run_dir = run_dir
@@ -213,19 +213,19 @@ class StatusFile:
         self.rank, self.world_size = launch.rank, launch.world_size
         self.begun = False
         self.owner: Lease | None = None
-        self._ended: dict[str, Any] | None = None  # what an earlier attempt left that finished or was stopped
+        self._ended: dict[str, Any] | None = None  # the summary of an earlier attempt that finished or was stopped
 
     def claim(self, owner: Lease) -> None:
-        """The run directory is ours as long as `owner` says so. Rank 0 only."""
+        """Own the run directory from now on, for as long as `owner` holds. Only rank 0 calls this."""
         self.owner = owner
         self.write_summary([])
 
     def write_summary(self, ends: Iterable[End], *, code: int | None = None, why: str = "") -> None:
-        """Write it, on rank 0 and where it may: without ends while the run goes on, then with all. `code`, `why`: of
-        the run. By default those of the rank that ended it, not of the ranks that lost that rank."""
+        """Write the file if this is rank 0 and may write. `ends`: empty while the run goes on, then those of all ranks.
+        `code`, `why`: how the run ended; by default as the rank did that caused the end."""
         earlier = read_json(self.run_dir / "status.json") if self.rank == 0 else {}
         theirs = earlier.get("attempt") != self.attempt
-        # Before ownership is settled: a second attempt that is refused must leave no trace in the status of a live one
+        # Until ownership is settled: a second attempt that will be refused must not overwrite the status of a live one
         denied = theirs and earlier.get("state") == "running" and (self.run_dir / "lease.json").exists()
         if self.rank != 0 or (self.owner is None and denied):
             return
@@ -242,12 +242,12 @@ class StatusFile:
         }
         if code == USER_MISTAKE and not self.begun and self._ended is not None:
             summary = self._ended
-        with contextlib.suppress(OSError, PeerLost):  # another attempt owns the run by now
+        with contextlib.suppress(OSError, PeerLost):  # PeerLost: another attempt owns the run by now
             write_json(self.run_dir / "status.json", summary, check=self.owner.check if self.owner else None)
 
 
 class ScriptStatus(StatusFile):
-    """That of a script which does not import rankup, and how it goes, by its leader. `held`: the run."""
+    """The status and the reports of a script that does not import rankup, written by its leader. `held`: the lease."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, RankEnv())
@@ -255,8 +255,8 @@ class ScriptStatus(StatusFile):
         self._began = time.time()
 
     def take(self, attempt: str, *, agreed: bool) -> bool:
-        """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
-        `agreed`: see `Lease`. Returns whether an earlier job of it was killed, or ended with a code from 128 on."""
+        """Own the run from now on, and return whether an earlier job of the run was killed or ended with a code of 128
+        or more. Takes up to 10 s. `agreed`: see `Lease`. Raises OSError, or UserError if a live attempt owns it."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.owner = self.held.enter_context(Lease(self.run_dir, attempt, agreed=agreed))
         code = read_json(self.run_dir / "status.json").get("code", FINISHED)
@@ -273,7 +273,7 @@ class ScriptStatus(StatusFile):
     def report(
         self, *, finished: bool = False, signs: Sequence[dict[str, Any]] = (), nodes: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """How the attempt goes, for `status`; call it every REPORT_S. `signs`, `nodes`: see `Leader`."""
+        """Write how the attempt goes, for `rankup status`. Call it every REPORT_S. `signs`, `nodes`: see `Leader`."""
         now = time.time()
         ranks = [{**sign, "seen": now - sign["ago_s"]} for sign in signs]
         run, attempt = job_of(self.attempt), self.attempt
@@ -285,9 +285,9 @@ class ScriptStatus(StatusFile):
 
 
 def tell_torchrun(error: BaseException) -> None:
-    """Write the error file that torchrun's summary shows; without one it says "error_file: <N/A>" (pytorch 113546)."""
+    """Write the error file for torchrun's summary, which says "error_file: <N/A>" without it (pytorch 113546)."""
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    # Only the first error: a failing rank waits for the others, and a later error is a consequence
+    # Keep only the first error: a failing rank waits for the others, so a later error is a consequence
     if "RANKUP_AGENT" in os.environ or path == Path() or path.exists() or not isinstance(error, Exception):
         return
     later_s = VICTIM_LATER_S if isinstance(error, JoinError | PeerLost) else 0
@@ -298,5 +298,5 @@ def tell_torchrun(error: BaseException) -> None:
 
 
 def what_next(run_dir: Path) -> str:
-    """What to type after a script has failed."""
+    """Return what the user can type after a script has failed."""
     return f"`rankup explain {run_dir}` says why, `rankup logs {run_dir}` has all lines"

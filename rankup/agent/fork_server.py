@@ -1,11 +1,11 @@
-"""The process from which the ranks of a node are forked: it has imported torch, so a rank starts in tenths of a second.
+"""The fork server: a process that has imported torch, from which a node's ranks are forked in tenths of a second.
 
-The agent runs this file as a program. They talk through a pipe of multiprocessing, in JSON objects: `ForkServer` asks
-(start, signal), `Server` tells (ready, the process or the code of a rank, warning).
+The agent runs this file as a program. Both talk in JSON objects through a pipe of multiprocessing. `ForkServer`, in the
+agent, asks to start and signal ranks. `Server` answers: it is ready, a rank's process id or exit code, or a warning.
 
-A fork copies the thread that calls it and no other, yet all locks and the state of every library. So the server has one
-thread, no device and no process group, and it looks whether that is true. If not, it replaces itself by a process that
-imports nothing and starts fresh interpreters, as it does from the beginning for a script that does not import rankup.
+A fork copies only the thread that calls it, but all locks and the state of every library. So the server must have one
+thread, no device and no process group, and it checks this. If the check fails, it replaces itself with a process that
+imports nothing and starts fresh interpreters. A script that does not import rankup gets such a process from the start.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 if not __package__:
-    # Started as a file, so that it works in any directory: Python put this folder on the path
+    # The agent starts this file by its path, so that it works in any directory. Python then put this folder on sys.path
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
@@ -36,40 +36,40 @@ from rankup.agent.protocol import KILLED, tell_agent
 from rankup.errors import FAULT, FINISHED
 from rankup.timing import KILL_S, POLL_S
 
-STORE = -1  # in the place of a local rank
+STORE = -1  # stands for the store in place of a local rank
 
 # The agent's side ---------------------------------------------------------------------------------------------------
 
 
 class ForkServer:
-    """The agent's side, in the event loop's thread. `pids`: of the running ranks' processes by local rank; 0 for one
-    that is being started. `ready`: the server has imported what it shall, and reads requests."""
+    """The agent's side of the fork server, used in the event loop's thread. `pids`: the process ids of running ranks,
+    by local rank; 0 while a rank is being started. `ready` is set when the server has imported its modules."""
 
     def __init__(
         self, *, on_end: Callable[[int, int], object], on_warning: Callable[[str], None], on_gone: Callable[[], None],
         on_start: Callable[[int, int], None] = lambda rank, pid: None,
     ) -> None:
-        """`on_start` gets local rank and process, `on_end` local rank and exit code. `on_gone`: the server was killed,
-        and `on_end` was called for each of its ranks, which are dead; start another server."""
+        """`on_start` gets a local rank and its process id, `on_end` a local rank and its exit code. If the server was
+        killed, `on_end` is called for each of its ranks, then `on_gone`, which may start another server."""
         self._on_start, self._on_end, self._on_warning, self._on_gone = on_start, on_end, on_warning, on_gone
         self.pids: dict[int, int] = {}
-        self._starts = 0  # how many were asked for, which is the number of the newest
-        self._newest: dict[int, int] = {}  # the number of each rank's
+        self._starts = 0  # how many starts were asked for; also the number of the newest start
+        self._newest: dict[int, int] = {}  # the number of each rank's newest start
         self.ready = asyncio.Event()
 
     def start(
         self, modules: Sequence[str] = (), *, env: Mapping[str, str], preload: Sequence[str] = (), folder: str = "",
         fork: bool = True,
     ) -> None:
-        """`modules` and `preload` are imported first, beside torch; `preload` also from `folder`. The rank repeats an
-        import that fails, and reports it. `env`: of the server; its OMP_NUM_THREADS and Python's own variables
-        hold for the ranks. `fork`: False starts ranks as fresh interpreters."""
+        """Start the server. It imports torch, `modules`, and `preload`, also from `folder`. If an import fails, the
+        rank repeats it and reports the error. `env`: the server's environment; its OMP_NUM_THREADS and Python's own
+        variables also hold for the ranks. `fork`: False starts ranks as fresh interpreters."""
         self.ready.clear()
         self._channel, theirs = connection.Pipe()
         order = {"channel": theirs.fileno(), "parent": os.getpid(), "fork": fork, "folder": folder,
                  "modules": [*modules], "preload": [*preload]}
         with theirs:
-            # A session of its own: a Ctrl-C at the terminal goes to the agent alone, which passes it on once
+            # Detached from the terminal (setsid), so that Ctrl-C reaches only the agent, which passes it on once
             self._process = subprocess.Popen(
                 [sys.executable, __file__, json.dumps(order)], env=dict(env), pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, start_new_session=True,
@@ -82,32 +82,32 @@ class ForkServer:
         self, local_rank: int, argv: Sequence[str], *, env: Mapping[str, str], name: str, cwd: str = "",
         outputs: Sequence[int] = (),
     ) -> None:
-        """Start `python ARGV`. `env`: the whole environment. `name`: for `ps`. `outputs`: in place of standard output
-        and error; the caller closes its own."""
+        """Start `python ARGV`. `env`: the whole environment. `name`: the name that `ps` shows. `outputs`: descriptors
+        of stdout and stderr; the caller closes its own."""
         self._starts += 1
         self.pids[local_rank], self._newest[local_rank] = 0, self._starts
         request: dict[str, Any] = {"argv": [*argv], "env": dict(env), "cwd": cwd or os.getcwd()}
         self._ask(outputs, start=local_rank, number=self._starts, name=name, **request)
 
     def start_store(self, listener: socket.socket) -> None:
-        """Have a child of the server serve a TCPStore there, in place of the last one. The caller closes its own."""
+        """Replace the store: a child of the server serves a TCPStore on `listener`. The caller closes its own copy."""
         self._ask([listener.fileno()], start=STORE, number=0, name="store")
 
     def signal(self, local_rank: int, number: int) -> None:
-        """See `send_signal`. What a rank has started is killed as it ends."""
+        """Send a signal to a rank, see `send_signal`. Processes that the rank has started are killed when it ends."""
         self._ask(signal=number, rank=local_rank)
 
     def close(self) -> None:
-        """End the server, and with it the store; no rank runs any more. No callback follows."""
+        """End the server and its store, when no rank runs any more. No callback follows."""
         if not self._channel.closed:
             self._loop.remove_reader(self._channel)
         self._channel.close()
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it imports from a disk that hangs
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be importing from a disk that hangs
             self._process.wait(KILL_S)
 
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which the event loop will see
+        with contextlib.suppress(OSError):  # the server is gone, which `_hear` will notice
             self._channel.send_bytes(json.dumps({**request, "descriptors": len(descriptors)}).encode())
             for descriptor in descriptors:
                 reduction.send_handle(self._channel, descriptor, self.pid)
@@ -123,7 +123,7 @@ class ForkServer:
             self.ready.set()
         elif "warning" in news:
             self._on_warning(news["warning"])
-        elif self._newest.get(rank := news["rank"]) == news["number"]:  # else it is a store, or was given up
+        elif self._newest.get(rank := news["rank"]) == news["number"]:  # otherwise a store, or a rank that was given up
             if "pid" in news:
                 self.pids[rank] = news["pid"]
                 self._on_start(rank, news["pid"])
@@ -132,7 +132,7 @@ class ForkServer:
                 self._on_end(rank, news["code"])
 
     async def _bury(self) -> None:
-        """The server was killed, and the kernel kills its children: end what they had started themselves."""
+        """Clean up after the server was killed. The kernel kills its children; this kills what they have started."""
         lost, self.pids = self.pids, {}
         pids = [pid for pid in lost.values() if pid]
         for pid in pids:
@@ -150,26 +150,26 @@ class ForkServer:
 
 
 def obstacle() -> str:
-    """Why this process must not be forked; empty if it may be."""
+    """Return why this process must not be forked, or "" if it may be."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"it has {threads} threads"
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the folder's own
+        with contextlib.suppress(OSError):  # listdir's own descriptor is closed by now
             if (path := os.readlink(f"/proc/self/fd/{number}")).startswith(("/dev/nvidia", "/dev/kfd")):
                 return f"it has opened {path}"
     return ""
 
 
 class Server:
-    """Starts ranks and the store, signals them and reports their ends. They end with it, and it ends with its agent."""
+    """The server process, which starts and signals ranks and the store. They end with it, and it with its agent."""
 
-    # A batch system sends them to every process of a job. They are blocked here, as the agent has them too, and in a
-    # rank until it can notice them. SIGUSR1 is ignored, and every rank inherits that, until its script has a handler
+    # A batch system sends these to every process of a job. The server blocks them, because the agent gets them too. A
+    # rank blocks them until it can handle them, and ignores SIGUSR1, as the server does, until it sets a handler
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
     def __init__(self, channel: "connection.Connection[Any, Any]", *, fork: bool) -> None:
         self.channel, self.fork, self.pid, self._given = channel, fork, os.getpid(), [*os.environ]
-        self._running: dict[int, tuple[int, int]] = {}  # process id -> local rank, or STORE; the start's number
+        self._running: dict[int, tuple[int, int]] = {}  # process id -> local rank or STORE, and number of the start
         signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self._woken, self._waker = socket.socketpair()  # wakes `serve` when a child ends
@@ -179,27 +179,27 @@ class Server:
 
     def prepare(self, order: Mapping[str, Any]) -> None:
         """Import once what every rank would import."""
-        # Importing torch would trigger collections that walk 350,000 objects and find nothing: a fifth of the time
+        # Garbage collection would take a fifth of the import of torch: it walks 350,000 objects and finds nothing
         gc.disable()
         with contextlib.suppress(Exception):
             import torch
 
-            # A parallel operation before the fork would start threads, and a rank would wait for them without end
+            # A parallel operation before the fork would start threads, and a forked rank would wait for them forever
             self.num_threads = torch.get_num_threads()
             torch.set_num_threads(1)
-        _import_all("torch._dynamo", *order["modules"])  # an optimizer's first step imports the former
+        _import_all("torch._dynamo", *order["modules"])  # an optimizer's first step imports torch._dynamo
         sys.path.insert(0, order["folder"])
         _import_all(*order["preload"])
         sys.path.remove(order["folder"])
-        # OpenBLAS, which numpy brings along, starts threads while it is loaded, and ends them before each fork
+        # OpenBLAS, which comes with numpy, starts threads when it is loaded, and ends them at a fork: fork once here
         if (pid := os.fork()) == 0:
             os._exit(FINISHED)
         os.waitpid(pid, 0)
-        gc.freeze()  # a collection in a rank must not write to, and so copy, the memory that all share
+        gc.freeze()  # a collection in a rank would write to shared memory, and so copy it
         gc.enable()
 
     def serve(self) -> list[str]:
-        """Returns in a forked rank alone, its argv."""
+        """Serve the agent. Returns only in a forked rank, with its argv."""
         while True:
             ready = connection.wait([self.channel, self._woken])
             if self._woken in ready:
@@ -216,7 +216,7 @@ class Server:
             self._report_ends()
 
     def tell(self, **news: Any) -> None:
-        """Raises nothing where the agent is gone: the next look at the channel shows it."""
+        """Send a message to the agent. If the agent is gone, `serve` notices it at the next request."""
         with contextlib.suppress(OSError):
             self.channel.send_bytes(json.dumps(news).encode())
 
@@ -225,25 +225,25 @@ class Server:
             send_signal(pid, number)
 
     def _start(self, request: dict[str, Any]) -> bool:
-        """Whether this is the rank that was started."""
+        """Start a rank or the store. Returns True in the process of the new rank."""
         which = request["start"]
         descriptors = [reduction.recv_handle(self.channel) for _ in range(request["descriptors"])]
-        # What is left of the last membership, and nobody waits for: its store, or its rank that waits for a dead disk
+        # Kill what is left of the last membership: its store, or a rank that was given up because its disk is dead
         self._signal(which, signal.SIGKILL)
         if (pid := self._fork(request["name"])) == 0:
-            self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
+            self.channel.close()  # an open copy would hide the end of the server from the agent
             if which == STORE:
                 _serve_store(socket.socket(fileno=descriptors[0]))
             self._become(request, descriptors)
             return True
-        for descriptor in descriptors:  # a rank must not hold another one's output open
+        for descriptor in descriptors:  # no rank may inherit the output of another rank
             os.close(descriptor)
         self._running[pid] = which, request["number"]
         self.tell(rank=which, number=request["number"], pid=pid)
         return False
 
     def _fork(self, name: str) -> int:
-        """As os.fork. The child has a session of its own, and ends with the server."""
+        """Fork like os.fork. The child leads its own process group (setsid), and ends with the server."""
         if pid := os.fork():
             return pid
         os.setsid()
@@ -253,25 +253,25 @@ class Server:
         self._woken.close()
         self._waker.close()
         with contextlib.suppress(OSError):
-            Path("/proc/self/comm").write_text(name)  # all show the command line of the server
+            Path("/proc/self/comm").write_text(name)  # otherwise `ps` shows the server's name
         return 0
 
     def _become(self, request: dict[str, Any], outputs: Sequence[int]) -> None:
-        """In the child: find what a fresh interpreter finds, but for what `be_python` does; or be one."""
+        """Make this child like a fresh interpreter, except for what `be_python` does; or exec a fresh one."""
         for stream, descriptor in enumerate(outputs, start=1):
             os.dup2(descriptor, stream)
             os.close(descriptor)
-        for name in {*self._given} - request["env"].keys():  # what imports have set stays, as where they are anew
+        for name in {*self._given} - request["env"].keys():  # variables that imports have set stay
             os.environ.pop(name, None)
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
         if not self.fork:
-            if callable(signal.getsignal(signal.SIGINT)):  # Python's own, which would raise its error here
+            if callable(signal.getsignal(signal.SIGINT)):  # Python's handler would raise KeyboardInterrupt here
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
             os.execv(sys.executable, [sys.executable, *request["argv"]])
         vars(multiprocessing.process)["ORIGINAL_DIR"] = os.getcwd()  # where spawned workers look for the script
-        # Python's own `random` sees to that itself
+        # Python's `random` seeds itself anew after a fork; these two do not
         if numpy_random := sys.modules.get("numpy.random"):
             numpy_random.seed()
         if torch := sys.modules.get("torch"):
@@ -287,19 +287,19 @@ class Server:
 
 
 def _import_all(*names: str) -> None:
-    """Modules, or what is in them. What fails, fails again in the rank."""
+    """Import modules, or objects in modules. An import that fails here fails again in the rank, which reports it."""
     for name in names:
         with contextlib.suppress(Exception):
             pkgutil.resolve_name(name)
 
 
 def _serve_store(listener: socket.socket) -> NoReturn:
-    """In a child, never in the server: it would get a thread. All signals but SIGKILL stay blocked: whoever stops a
-    whole job stops the ranks first."""
+    """Serve a store in a child; in the server it would start a thread. The signals of `Server` stay blocked, so that a
+    signal to the whole job ends the ranks before their store."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # torch asks for the name of each client, in the one thread of the store, only to print it: all ranks would wait for
-    # a resolver that does not answer. The files of this machine answer alone
+    # torch looks up each client's name in the store's only thread, only to print it. All ranks would wait for a
+    # resolver that does not answer, so only this machine's files are asked
     ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
     port = listener.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -309,10 +309,10 @@ def _serve_store(listener: socket.socket) -> NoReturn:
 
 
 def main() -> list[str]:
-    """Serve. Returns in forked ranks alone, each with its argv."""
+    """Run the server. Returns only in a forked rank, with its argv."""
     order = json.loads(sys.argv[1])
     die_with_parent(order["parent"])
-    del sys.path[0]  # the ranks have the folder of their script there
+    del sys.path[0]  # each rank puts its script's folder there
     os.set_inheritable(order["channel"], False)
     server = Server(connection.Connection(order["channel"]), fork=order["fork"])
     if order["fork"]:
@@ -327,7 +327,7 @@ def main() -> list[str]:
 
 
 def say_why(code: int, why: str) -> None:
-    """To the agent of this rank."""
+    """Tell this rank's agent why the rank ends."""
     from rankup.agent.ends import End
 
     with contextlib.suppress(LookupError, ValueError):  # the script may have changed its environment

@@ -1,5 +1,5 @@
-"""The extra work of the agent that leads: it decides what the ends of ranks mean for the job, and records how a script
-that does not import rankup ends. No torch here."""
+"""What only the leading agent does: it decides what the ends of ranks mean for the job, and records the end of a script
+that does not import rankup. Imports no torch."""
 
 import asyncio
 import contextlib
@@ -28,32 +28,32 @@ log = logging.getLogger("rankup")
 
 
 async def id_of(shared_dir: str) -> str:
-    """The same on all nodes that share that place. Raises UserError, PeerLost and JoinError."""
+    """Return an id that is equal on all nodes that share this place. Raises UserError, PeerLost and JoinError."""
 
     def read() -> str:
         place = Place.open(shared_dir, warn=log.debug)
         for _ in range(2):
             first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
-        if first:  # twice: two nodes would both own what follows
-            raise UserError(f"--shared-dir must know conditional writes, got {shared_dir}. Name another place.")
+        if first:  # the second create succeeded too, so two halves of a job could both claim the right to go on
+            raise UserError(f"--shared-dir must support conditional writes, got {shared_dir}. Name another place.")
         while not (found := str(place.read_json("shared.json").get("id", ""))):
-            time.sleep(timing.PAUSE_S)  # it is being written
+            time.sleep(timing.PAUSE_S)  # another node is writing the file
         return found
 
     try:
-        return await in_thread(read, timeout_s=timing.PREPARE_S)  # it may import the client of an object store
+        return await in_thread(read, timeout_s=timing.PREPARE_S)  # `read` may import an object store's client
     except TimeoutError:
         raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
 
 
 class Lead:
-    """The leader's decisions, from its agent's election to its end."""
+    """The leader's part of an agent, from the time when the agent is elected until it ends or another one leads."""
 
     def __init__(
         self, me: Member, ranks: Ranks, *, places: Mapping[str, tuple[str, int]], outdone: Callable[[str, int], None]
     ) -> None:
-        """`me`, `ranks`: of this node. `places`: where each node was last. `outdone`: another one leads, at that place.
-        """
+        """`me`, `ranks`: of this node. `places`: the last address of each node. `outdone(ip, port)`: called if an agent
+        at that address leads instead."""
         options = self.options = ranks.options
         self.node, self.limits, self.server = options.node, options.node.limits, ranks.server
         self.places, self.outdone = places, outdone
@@ -65,8 +65,8 @@ class Lead:
         )
         self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
         self.job = new_job()
-        self.failures = Counter[str]()  # of the ranks of each node, by its token
-        self.taking: asyncio.Task[bool] | None = None  # of the run; whether this job goes on with an earlier one's
+        self.failures = Counter[str]()  # how often ranks of each node failed, by the node's token
+        self.taking: asyncio.Task[bool] | None = None  # takes the run's lease, see `ScriptStatus.take`
         works = [self.leader.watch()]
         works += [self._report(self.status)] if self.status is not None else []
         works += [self._call()] if self.limits is not None else []
@@ -80,7 +80,7 @@ class Lead:
             self.status.held.close()
 
     async def close(self) -> None:
-        """Leave once the others have heard how the job ends: after a second signal they have not."""
+        """Stay until the others have heard how the job ends. After a repeated signal, tell them first."""
         if self.ends.stopped_by and not self.leader.over:
             self._end(Verdict(STOPPED, self.ends.stopped_by))
         until_s = time.monotonic() + timing.FAREWELL_S
@@ -94,11 +94,11 @@ class Lead:
             await asyncio.sleep(timing.REPORT_S)
             if status.owner is not None and (self.leader.running or self.limits is not None):
                 report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
-                await in_thread(report)  # the disk may hang
+                await in_thread(report)  # a thread, because the disk may hang
 
     async def _call(self) -> None:
-        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
-        that is started anew where it was before, and does not find node 0, hears of this leader too."""
+        """Call nodes that are not connected, every CALL_S. A network cut or a restarted node 0 may have made a second
+        leader, and only one may go on. A restarted node that does not find node 0 also learns by this who leads."""
         while True:
             await asyncio.sleep(timing.CALL_S)
             here = {(member.ip, member.serves) for member in self.leader.seats.members}
@@ -112,7 +112,7 @@ class Lead:
             self.outdone(ip, port)
 
     async def _claim(self, job: str, number: int) -> bool:
-        """Own what follows that membership: be the first to write in the shared folder that this member does."""
+        """Claim the right to follow membership `number`. Returns whether no other node had claimed it before."""
         token = json.dumps({"token": self.leader.me.token}).encode()
 
         def create() -> bool:
@@ -123,7 +123,7 @@ class Lead:
         return False
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
-        """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""
+        """Return what a commit says besides its members. If the job ends instead, wait to be cancelled."""
         verdict = await self._blame(self.ends.judge(changing=self.leader.changing))
         if verdict.code is not None:
             self._end(verdict)
@@ -135,7 +135,7 @@ class Lead:
         else:
             port = free_port()
         self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
-        if (job := self.leader.basis["job"]):  # whoever leads counts the attempts the same way
+        if (job := self.leader.basis["job"]):  # elastic: all leaders of the job count in the same way
             self.job, self.ends.restarts = job, n - 1
         again = self.ends.restarts > 0
         if self.status is not None:
@@ -144,9 +144,9 @@ class Lead:
                 take = functools.partial(self.status.take, attempt, agreed=self.limits is not None)
                 self.taking = asyncio.create_task(in_thread(take))
             with disk_errors("run_dir", self.options.run_dir):
-                again |= await asyncio.shield(self.taking)  # a member may be lost meanwhile: the next commit has it
+                again |= await asyncio.shield(self.taking)  # if this is cancelled, the next commit uses it
             self.status.begin(attempt, self.ends.world_size)
-            # It may end before the next report; the disk may hang
+            # Report now, because the script may end before `_report` does; in a thread, because the disk may hang
             self.begin(in_thread(self.status.report))
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
@@ -154,7 +154,7 @@ class Lead:
         }
 
     async def _blame(self, verdict: Verdict) -> Verdict:
-        """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
+        """Leave out the node whose ranks have failed too often. The leader then proposes another membership."""
         most = self.options.max_failures
         if most is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
             return verdict
@@ -165,8 +165,8 @@ class Lead:
         why = f"{verdict.cause}, failure {self.failures[token]} of its ranks"
         self.ends.without_progress = 0
         if self.leader.leave_out(token, why):
-            await asyncio.Event().wait()  # until this is cancelled
-        return Verdict(verdict.cause.code, f"{why}, and without that node too few are here")
+            await asyncio.Event().wait()  # `leave_out` has dropped the proposal, which cancels this task
+        return Verdict(verdict.cause.code, f"{why}, and too few nodes are left without that one")
 
     def _hear(self, member: Member, message: Mapping[str, Any]) -> None:
         if message["is"] == "ending":
@@ -178,7 +178,7 @@ class Lead:
                 self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
             elif was_last and self.leader.running:
                 verdict = self.ends.judge(changing=self.leader.changing)
-                if verdict.code is None:  # a script may end with 0 where it is asked to stop
+                if verdict.code is None:  # the ranks stopped for a change of nodes; a script may end with 0 then
                     self.leader.lose(member, "nodes change", ranks=[end.rank])
                 else:
                     self._end(verdict)
@@ -192,6 +192,6 @@ class Lead:
                 self._end(Verdict(STOPPED, self.ends.stopped_by))
 
     def _end(self, verdict: Verdict) -> None:
-        if (status := self.status) is not None:  # the disk may hang, and nobody else would hear of the end
+        if (status := self.status) is not None:  # bounded in time, because a disk that hangs must not hide the end
             within(timing.REPORT_END_S, lambda: status.end(verdict.code or 0, verdict.text, self.ends.latest))
         self.leader.end(verdict.text, code=verdict.code)

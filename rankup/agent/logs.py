@@ -1,14 +1,14 @@
-"""Output: where the lines of an agent and of a rank go, printed or logged, where stacks are written, and what the agent
-reads from the pipes of a script that does not import rankup. No torch here.
+"""Output: where agents and ranks print and log their lines, where a rank writes its stacks, and how the agent reads the
+pipes of a script that does not import rankup. This file does not import torch.
 
-Printing ends nothing and blocks nothing for long: a reader that has gone, a full disk or a disk that hangs costs lines,
+Printing never ends a process and never blocks it for long: a closed pipe, a full disk or a disk that hangs costs lines,
 not the run. Each line carries its host and rank.
 
 | what                                 | on the terminal                  | in the rank's file                     |
 |--------------------------------------|----------------------------------|----------------------------------------|
-| records of `rankup`, and of the user | from INFO on, by rank 0          | from DEBUG on; the user's from INFO on |
-| records of libraries                 | warnings and errors, by all      | from INFO on                           |
-| what a script prints itself          | as it is, by all                 | each line                              |
+| records of `rankup`, and of the user | rank 0: INFO and above           | DEBUG and above; the user's from INFO  |
+| records of libraries                 | every rank: WARNING and above    | INFO and above                         |
+| what a script prints itself          | every rank: unchanged            | each line                              |
 """
 
 import contextlib
@@ -34,17 +34,17 @@ from rankup.agent.processes import start_of
 from rankup.errors import disk_errors
 from rankup.timing import PRINT_S
 
-LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
-STACKS = "stacks"  # the folder in that of the run
-TAIL = 400  # lines that are kept to explain the end of a rank
-LONGEST = 2000  # characters of such a line
-READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
-# The last line of a traceback, or what argparse says of a wrong argument
+LIBRARY = re.compile(r"/lib(64)?/python3")  # found in the path of code that is not the user's
+STACKS = "stacks"  # a folder in the run's folder
+TAIL = 400  # how many of a rank's last lines are kept to explain its end
+LONGEST = 2000  # how many characters of each such line are kept
+READ = 1 << 16  # bytes per read; a line that gets longer than this is cut
+# The last line of a traceback, or argparse's message about a wrong argument
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")
 
 
 def host_name() -> str:
-    """This machine's name without its domain."""
+    """Return this machine's name without its domain."""
     return socket.gethostname().split(".")[0]
 
 
@@ -52,46 +52,46 @@ def host_name() -> str:
 
 
 class Output(io.FileIO):
-    """A file, pipe or terminal that this process prints to, by its number: printing raises nothing, and waits PRINT_S
-    at most. Any thread and any fork may print. On a disk that hangs one thread hangs; the others lose their lines."""
+    """A file, pipe or terminal, given by its descriptor, on which printing raises nothing and waits at most PRINT_S.
+    Any thread and any forked process may print. On a disk that hangs one thread hangs, and the others lose lines."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
-        self._unread = False  # nobody has read since the last line that was dropped
+        self._unread = False  # a line was dropped, and nobody has read anything since
         self._pid, self._lock = os.getpid(), threading.Lock()
 
     def write(self, data: Any) -> int:
-        if self._pid != os.getpid():  # in a fork: who holds the lock may not be here
+        if self._pid != os.getpid():  # after a fork: the thread that holds the lock may not exist here
             self._pid, self._lock = os.getpid(), threading.Lock()
         whole = False
         if self._lock.acquire(timeout=0.0 if self._unread else PRINT_S):
             try:
                 whole = self._write(bytes(data))
             except OSError:
-                whole = True  # there is nobody to read it
+                whole = True  # the reader is gone, so it makes no sense to write the rest
             finally:
                 self._lock.release()
         self._unread = not whole
         return len(data)
 
     def _write(self, data: bytes) -> bool:
-        """Returns False where it did not fit in time. Raises OSError."""
+        """Write `data`. Returns False if the reader did not make room in time. Raises OSError."""
         if stat.S_ISREG(os.fstat(self.fileno()).st_mode):
             os.write(self.fileno(), data)
             return True
         room, until_s = select.poll(), time.monotonic() + (0.0 if self._unread else PRINT_S)
-        if self._unread:  # the last line may be there in part
+        if self._unread:  # the last line may have been written in part
             data = b"\n" + data
-        try:  # once more: opened anew it does not block, and the usual one is shared with other processes
+        try:  # open it a second time: O_NONBLOCK on the descriptor itself would hold for other processes too
             number, most = os.open(f"/proc/self/fd/{self.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
-        except OSError:  # a socket, another user's terminal
-            number, most = os.dup(self.fileno()), select.PIPE_BUF  # so much fits where it has room
+        except OSError:  # a socket, or another user's terminal
+            number, most = os.dup(self.fileno()), select.PIPE_BUF  # this much fits if poll reports room
         try:
             room.register(number, select.POLLOUT)
             while data:
                 if not room.poll(1000 * max(0.0, until_s - time.monotonic())):
                     return False
-                with contextlib.suppress(BlockingIOError):  # another process has taken the room
+                with contextlib.suppress(BlockingIOError):  # another process was faster and took the room
                     data = data[os.write(number, data[:most]) :]
         finally:
             os.close(number)
@@ -99,14 +99,14 @@ class Output(io.FileIO):
 
 
 def guard() -> None:
-    """From now on nothing that is printed ends or stops this process, see `Output`. Not for a command whose output is
-    its result."""
+    """Replace stdout and stderr by `Output`, so that printing can neither end nor block this process. Not for a command
+    whose output is its result."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # else somebody else has it already, or this has been called before
+        if stream is getattr(sys, f"__{name}__"):  # otherwise the user or an earlier call has replaced it
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()  # what was printed before would come last, or never
-            if stream is None:  # it was closed as this process began
+                stream.flush()  # otherwise earlier lines would come last, or never
+            if stream is None:  # it was closed when this process started
                 number, encoding = os.open(os.devnull, os.O_WRONLY), "utf-8"
             else:
                 number, encoding = stream.fileno(), stream.encoding
@@ -114,23 +114,23 @@ def guard() -> None:
 
 
 class RankLog(Output):
-    """The file of a rank's lines, each with the time, host and rank."""
+    """The log file of a rank. Each line has the time, host and rank in front."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        """Open it to append to it. Raises UserError where it can't be written. May wait for the disk."""
+        """Open the file for appending, which may wait for the disk. Raises UserError if it can't be written."""
         self._head, path = f"%Y-%m-%dT%H:%M:%S {host_name()} r{rank} ", run_dir / "logs" / f"rank-{rank}.log"
         with disk_errors("run_dir", path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             super().__init__(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
 
     def add(self, lines: Sequence[str], time_s: float | None = None) -> None:
-        """`time_s`: of `time.time()`, by default now."""
+        """Append lines. `time_s`: when they were written, as `time.time()`; by default now."""
         head = time.strftime(self._head, time.localtime(time_s))
         self.write("".join([f"{head}{line}\n" for line in lines]).encode(errors="backslashreplace"))
 
 
 class _Copied:
-    """The stdout of a script that imports rankup, of which a file gets each line too. All else is `plain`'s."""
+    """The stdout of a script that imports rankup. It copies each line to a file, and is otherwise like `plain`."""
 
     def __init__(self, plain: TextIO, file: RankLog) -> None:
         self.plain, self._file, self._begun = plain, file, ""
@@ -149,14 +149,14 @@ class _Copied:
             self.plain.flush()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "plain":  # of one that is only being made, as by copy.copy
+        if name == "plain":  # copy.copy asks for it before __init__ has set it
             raise AttributeError(name)
         return getattr(self.plain, name)
 
 
 @contextlib.contextmanager
 def _unless_hung_up() -> Iterator[None]:
-    """A terminal that was closed takes no line, and the job is about to save and leave for that: see SIGHUP."""
+    """Ignore that the terminal was closed. The job has got SIGHUP then, and is about to save and leave."""
     try:
         yield
     except OSError as error:
@@ -165,7 +165,7 @@ def _unless_hung_up() -> Iterator[None]:
 
 
 def copy_prints(file: RankLog) -> None:
-    """From now on what this process prints stands in the rank's file too."""
+    """Copy everything that this process prints from now on to the rank's file."""
     plain = sys.stdout.plain if isinstance(sys.stdout, _Copied) else sys.stdout
     sys.stdout = _Copied(plain, file)
 
@@ -174,9 +174,9 @@ def copy_prints(file: RankLog) -> None:
 
 
 def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: RankLog | None = None) -> None:
-    """Send records to the terminal and to `file`, see the table above. An agent's `rank` is None, and its `world_size`
-    the number of nodes. It may be called again. What the user has configured before stays: then only our own records
-    are printed here."""
+    """Send log records to the terminal and to `file`, as the table above says. An agent passes `rank=None`, and the
+    number of nodes as `world_size`. It may be called again. If the user has configured the root logger before, that
+    stays, and this prints only rankup's own records."""
     logging.raiseExceptions = False
     logging.captureWarnings(True)
     root, ours = logging.getLogger(), logging.getLogger("rankup")
@@ -195,14 +195,14 @@ def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: RankLog | 
 
 
 def line_head(rank: int | None, world_size: int) -> str:
-    """What stands before each line on the terminal: nothing where there is one rank alone."""
+    """Return what stands before each line on the terminal: nothing if there is only one rank."""
     who = "" if rank is None else f" r{rank}/{world_size}"
     return f"[{host_name()}{who}] " if world_size > 1 else ""
 
 
 class _Handler(logging.Handler):
-    """Prints records to the terminal or to a file. It raises nothing, and has none of logging's locks, which a thread
-    would hold for ever while a disk hangs: `Output` has its own."""
+    """A handler that prints records to the terminal or to a file, and raises nothing. It does not use logging's lock,
+    which a thread would hold for as long as a disk hangs; `Output` has a lock of its own."""
 
     def __init__(self, head: str = "", *, file: RankLog | None = None, prints_info: bool = False) -> None:
         super().__init__()
@@ -227,10 +227,10 @@ class _Handler(logging.Handler):
 
 
 def show(head: str, lines: Sequence[str], stream: TextIO) -> None:
-    """Print whole lines at once. A bar of tqdm's on the terminal is taken away before and comes back after."""
+    """Print whole lines at once. A progress bar of tqdm is cleared before, and drawn again after."""
     with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
         with contextlib.suppress(Exception):
-            # Without tqdm's lock, which somebody may hold for as long as the terminal is full
+            # Without tqdm's lock, which another thread may hold for as long as the terminal is full
             stack.enter_context(sys.modules["tqdm"].tqdm.external_write_mode(stream, nolock=True))
         stream.write("".join([f"{head}{line}\n" for line in lines]))
         stream.flush()
@@ -240,7 +240,7 @@ def show(head: str, lines: Sequence[str], stream: TextIO) -> None:
 
 
 def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What has a script write its stacks where it gets SIGRTMAX, see `script_site`."""
+    """Return the variables that make a script write its stacks when it gets SIGRTMAX; see `script_site`."""
     path = run_dir.resolve() / STACKS / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,9 +252,9 @@ def announce_stacks(
     run_dir: Path, rank: int, world_size: int, pid: int, *, thread: int | None = None, main: str = "",
     signals: Iterable[int] = (signal.SIGRTMAX,),
 ) -> Path:
-    """Write whose stacks follow in that rank's file, which is returned, and how to ask for more. Raises OSError.
-    `thread`: the kernel's number of one that never hangs, and takes the signals. `main`: the main thread, as
-    faulthandler writes it, "" where nobody knows. `signals`: to try in turn."""
+    """Write into the rank's stacks file whose stacks follow and how to ask for more. Returns the file's path. Raises
+    OSError. `thread`: the kernel's id of a thread that never hangs and takes the signals. `main`: the main thread's id,
+    as faulthandler writes it, or "". `signals`: the signals to try, in this order."""
     writer = {
         "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
         "thread": thread or pid, "main": main, "signals": [*map(int, signals)],
@@ -266,16 +266,16 @@ def announce_stacks(
     return path
 
 
-# What a script prints that does not import rankup: it comes through pipes --------------------------------------------
+# The pipes of a script that does not import rankup -------------------------------------------------------------------
 
 
 class Pump:
-    """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
-    host. A rank that prints faster than these take it waits at its full pipe. `outputs`: for the rank; the caller
-    closes its own. `thread`: ends once all that the rank printed is written."""
+    """Reads what a rank prints, from two pipes in one thread. It writes the lines to the rank's file with the time, and
+    to the terminal with rank and host. A rank that prints faster than that waits at its full pipe. `outputs`: the ends
+    of the pipes for the rank; the caller closes them. `thread` ends when all that the rank printed is written."""
 
     def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
-        """Raises UserError where its file can't be written."""
+        """Raises UserError if the rank's file can't be written."""
         self._head, self._file = line_head(rank, world_size), RankLog(run_dir, rank)
         self._tail, self.last_error = deque[str](maxlen=TAIL), ""  # the newest line of stderr
         (stdout, out), (stderr, error) = os.pipe(), os.pipe()
@@ -285,7 +285,7 @@ class Pump:
 
     @property
     def tail(self) -> str:
-        """The last lines."""
+        """The last TAIL lines that the rank printed."""
         return "\n".join(self._tail.copy())
 
     def _read(self, pipes: dict[int, str]) -> None:
@@ -298,7 +298,7 @@ class Pump:
                 *whole, rest[pipe] = (rest[pipe] + data).split(b"\n")
                 if not data or len(rest[pipe]) > READ:
                     whole, rest[pipe] = [*whole, rest[pipe]], b""
-                # Of a progress bar the newest state alone
+                # Keep only the newest state of a progress bar
                 states = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in whole]
                 self._take(data, [state for state in states if state.strip()], pipes[pipe])
                 if not data:
@@ -314,12 +314,12 @@ class Pump:
         self._file.add(lines)
         if not self._head:
             with contextlib.suppress(OSError, ValueError):
-                getattr(sys, name).buffer.write(data)  # as it is: a bar stays a bar
+                getattr(sys, name).buffer.write(data)  # unchanged, so that a progress bar stays one
         elif lines:
             show(self._head, lines, getattr(sys, name))
 
 
 def last_exception(tail: str) -> str:
-    """The line of a rank's last lines that says how it failed, or ""."""
-    tail = re.sub(r"^\[rank\d+\]: ", "", tail, flags=re.MULTILINE)  # torch's own, before each line
+    """Return the line among a rank's last lines that says how it failed, or ""."""
+    tail = re.sub(r"^\[rank\d+\]: ", "", tail, flags=re.MULTILINE)  # torch puts this before each line
     return next((line[:500] for line in reversed(tail.splitlines()) if EXCEPTION.match(line)), "")

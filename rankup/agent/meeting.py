@@ -1,11 +1,10 @@
-"""The leader's side of the meeting: it meets all members, names who is missing, and says when one is lost. No torch
-here.
+"""How the leader runs the meeting: it accepts members, names missing ones and finds lost ones. Imports no torch.
 
-The kernel closes the connections of a process that ends, so its loss is known at once. A stopped or unreachable process
-is found by its silence. `protocol` has the messages, `attendance` a member's side of them, `membership` the decisions
-about memberships, and `record` how all ranks stop before the same step.
+The kernel closes the connections of a process that ends, so the leader learns of its loss at once. A process that is
+stopped or unreachable is found by its silence. `protocol` describes the messages, `attendance` is a member's part in
+the meeting, `membership` decides on memberships, and `record` makes all ranks stop before the same step.
 
-If the number of nodes may change and a newcomer is needed, all ranks save and stop before one step.
+If a newcomer is needed in an elastic job, whose number of nodes may change, all ranks save and stop before one step.
 """
 
 import asyncio
@@ -23,12 +22,12 @@ from rankup.env.rank_env import ranges
 
 
 class Leader(Memberships):
-    """Hears the members, and looks at the clock."""
+    """The memberships of a job, driven by the messages of its members and by the clock."""
 
-    # What is shown ----------------------------------------------------------------------------------------------------
+    # For status and logs ----------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[dict[str, Any]]:
-        """For the user, where the number of nodes may change: each that was here since this leader leads."""
+        """Return a row for `rankup status` per node that has been here since this leader leads; [] if not elastic."""
         if self._limits is None:
             return []
         now, now_s = time.time(), self._clock()
@@ -36,7 +35,7 @@ class Leader(Memberships):
         for seat in [*self._lost.values(), *self.seats.values()]:
             used = self.running and seat in self._chosen and not seat.lost
             votes = all(seat.member.token in each["voters"] for each in electorates(self.basis))
-            idle = "spare" if votes else "new"  # until the others know of it
+            idle = "spare" if votes else "new"  # it has no vote until the others know of it
             state = "in use" if used else "left out" if seat.unfit else "lost" if seat.lost else idle
             rows[seat.claim.start] = {
                 "host": seat.member.host, "state": state, "since": now - (now_s - seat.since_s),
@@ -45,8 +44,8 @@ class Leader(Memberships):
         return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
 
     def signs(self) -> list[dict[str, Any]]:
-        """Where each rank was when its member last said so, by rank: what it said, and `host`. How long ago it lived is
-        in `ago_s`, as the clocks of two machines may differ."""
+        """Return the newest sign of life of each rank with its `host`, by rank. `ago_s` is how many seconds ago the
+        rank gave it. It is a duration, because the clocks of two machines may differ."""
         now_s = self._clock()
         rows = [
             {**sign, "host": seat.member.host, "ago_s": sign["ago_s"] + now_s - seat.signed_s}
@@ -62,7 +61,7 @@ class Leader(Memberships):
             what = f"rank 0 still prepares their start after {waited_s} s"
             if self._late:
                 late = by_host(seat.member for seat in self._late)
-                what = f"after {waited_s} s some still import torch or end earlier ranks (late: {late})"
+                what = f"after {waited_s} s some still import torch or wait for earlier ranks to end (late: {late})"
             return f"all {sum(member.num_ranks for member in self.chosen)} ranks have joined, but {what}"
         if self._limits is None:
             text = describe_missing(self.seats.members, of=self.me.world_size, waited_s=waited_s)
@@ -70,15 +69,15 @@ class Leader(Memberships):
             here = [seat for seat in self.seats.values() if not seat.unfit]
             cold = sum(not seat.warm for seat in here)
             text = self._outvoted() or f"{len(here)} of at least {self._limits.least} nodes are here"
-            text += f", {cold} of them without their imports yet" if cold else ""
+            text += f", {cold} of them still importing torch" if cold else ""
         lost = "; ".join(f"{seat.member.who}: {seat.unfit or seat.lost}" for seat in [*self._lost.values()][:4])
         return text + (f" (lost: {lost})" if lost else "")
 
-    # Who comes --------------------------------------------------------------------------------------------------------
+    # New members ------------------------------------------------------------------------------------------------------
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """The life of one connection, for `asyncio.start_server(leader.attend, ..., limit=LONGEST)`."""
-        # A task is cancelled as the event loop ends: Python 3.11 prints a traceback where that is passed on
+        """Serve one connection, as the callback of `asyncio.start_server(leader.attend, ..., limit=LONGEST)`."""
+        # The event loop cancels this task when it ends. Python 3.11 prints a traceback if CancelledError passes on
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(Link(reader, writer)) as link:
             link.send("leader", over=self.over, **self.greeting())
             why = ENDED
@@ -87,7 +86,7 @@ class Leader(Memberships):
                     hello = await link.receive()
                 if (member := self._read(link, hello)) is not None:
                     await self._seat(link, member, warm=hello.get("warm") is not False)
-                while True:  # also for who was refused: an end of ours before its own may hide the reason
+                while True:  # also for refused members: if we closed first, the reason might not arrive
                     self._take(link, await link.receive())
             except (ConnectionError, TimeoutError):
                 pass
@@ -96,30 +95,30 @@ class Leader(Memberships):
             self._remove(link, why)
 
     def greeting(self) -> dict[str, Any]:
-        """What this leader says of itself to whoever connects."""
+        """Return what this leader says of itself to each process that connects."""
         return {**knowledge(self.basis, self.me.token), "n": self.membership, "running": self.running}
 
     def yields_to(self, other: Mapping[str, Any]) -> bool:
-        """Whether another leader of this job, which has said so much of itself, takes the place of this one. One that
-        is cut off may have proposed more than this one, but it knows of no newer membership that was committed."""
+        """Return whether another leader of this job, whose `greeting` is `other`, replaces this one. The newest
+        committed membership counts first, because a leader that is cut off may have proposed more of them in vain."""
         names, own = ("formed", "n", "running", "token"), self.greeting()
         return same_job(other, self.basis) and [other[name] for name in names] > [own[name] for name in names]
 
     def _read(self, link: Link, hello: Mapping[str, Any]) -> Member | None:
-        """A newcomer introduces itself. None where it can't belong to this job."""
+        """Read a newcomer's first message. Returns None if it can't belong to this job and was turned away."""
         if hello["is"] == "leads" and fits(hello, LEADS) and self._limits is not None:
-            if not hello["port"]:  # a member of a job, which looks for its leader
+            if not hello["port"]:  # the sender is a member of a job and looks for its leader
                 self._foreign_s = self._clock() if hello["n"] > self.membership else self._foreign_s
             elif self.yields_to(hello):
                 self._outdone(link.remote_ip, hello["port"])
         if hello["is"] != "hello" or self.over:
-            raise ValueError(hello["is"])  # it may be early, and wait for the next leader
+            raise ValueError(hello["is"])  # a member that came too early tries again with the next leader
         member, basis = Member.read(hello), hello.get("basis", NONE)
         if member.world_size != self.me.world_size:
             others = f"{self.me.who} with WORLD_SIZE={self.me.world_size}. Set the same on all ranks."
             self._turn_away(link, member, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
             return None
-        self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
+        self.membership = max(self.membership, int(hello["n"]))  # this leader may have followed another one
         if int(hello["n"]) and self._model is None:
             self._model = member
         if self._limits is not None and not self.running and fits(basis, BASIS) and age(basis) > age(self.basis):
@@ -127,10 +126,10 @@ class Leader(Memberships):
         return member
 
     async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:
-        """Give a newcomer its seat once its ranks are free. Who has them gives a sign of life, or is lost in the end.
+        """Give a newcomer its seat once no other member holds its ranks. If the holder still gives signs of life, the
+        newcomer is turned away. If the holder is silent, `tick` removes it in the end.
 
-        Raises ConnectionError where the job is over before.
-        """
+        Raises ConnectionError if the job is over before."""
         came_s, ranks = self._clock(), member.ranks
         while rivals := [
             seat for seat in self.seats.values() if seat.claim.start < ranks.stop and ranks.start < seat.claim.stop
@@ -155,16 +154,16 @@ class Leader(Memberships):
             if self.running and self._limits is not None:
                 link.send("spare", basis=self.basis)
 
-    # What they say ----------------------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------------------------------
 
     def _take(self, link: Link, message: Mapping[str, Any]) -> None:
         if (seat := self.seats.get(link)) is None:
-            return  # it was refused, and has not left yet
+            return  # this member was refused, and has not left yet
         seat.heard_s, kind = self._clock(), message["is"]
         if kind == "ready":
             if message["n"] == self._proposed and seat in self._late:
                 seat.problem = str(message["problem"])
-                seat.warm = seat.warm or seat in self._chosen  # else it would not be ready
+                seat.warm = seat.warm or seat in self._chosen  # a chosen member is ready only with torch imported
                 self._late.remove(seat)
                 if not self._late:
                     self._all_ready.set()
@@ -181,10 +180,10 @@ class Leader(Memberships):
             self._let_go(seat)
         elif kind == "has":
             seat.has = age(message)
-        elif kind == "left":  # it has no say any more, and its ranks have ended for good
+        elif kind == "left":  # the node has no vote from now on, and its ranks have ended for good
             self._renew(**without(self.basis, seat.member.token))
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
-            pass  # only this leader says who is lost
+            pass  # members can't report losses, and messages of other memberships are dropped
         elif kind == "standing":
             step, stop = int(message["step"]), self._stop
             if stop is not None and stop.hear(link, step=step):
@@ -195,15 +194,15 @@ class Leader(Memberships):
             self._hear(seat.member, message)
 
     def _answer(self) -> None:
-        """Say where all ranks are, once for all that have asked: as a deadline passes all do so, again and again."""
+        """Answer all "ask" messages at once: when a deadline passes, all ranks ask where the others are, repeatedly."""
         asked, self._asking = self._asking, set()
         data = encode("ranks", ranks=self.signs(), nodes=self.nodes())
         for link in asked:
             link.write(data)
 
     def take(self, kind: str, **values: Any) -> bool:
-        """The member beside the leader says something. It is heard before this returns, where the process of both may
-        be about to end. Returns False where that member has left."""
+        """Handle a message of the member in this process before this returns, because the process may be about to end.
+        Returns False if that member has left."""
         if (own := self.seats.of(self.me.token)) is not None:
             self._take(own.link, {"is": kind, **values})
         return own is not None
@@ -211,17 +210,17 @@ class Leader(Memberships):
     # The clock --------------------------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Look at the clock from now on."""
+        """Call `tick` every TICK_S, without end."""
         while True:
             await asyncio.sleep(timing.TICK_S)
             self.tick()
 
     def tick(self) -> None:
-        """Signs of life, deadlines, and who is missing."""
+        """Send signs of life, remove silent members, check the deadline to join, and tell members who is missing."""
         now_s, silent_s = self._clock(), timing.SILENT_S if self._limits is None else self._limits.silent_s
         for seat in list(self.seats.values()):
             if now_s - self._ticked_s > min(timing.FROZEN_S, silent_s / 2):
-                seat.heard_s = now_s
+                seat.heard_s = now_s  # this process was frozen itself, and could hear nobody
             elif now_s - seat.heard_s > silent_s:
                 self._remove(seat.link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
         self._ticked_s = now_s
@@ -240,14 +239,14 @@ class Leader(Memberships):
             self._noticed_s = now_s
             self.tell("waiting", text=self._missing())
 
-    # Where the number of nodes may change -----------------------------------------------------------------------------
+    # Changes of an elastic job ----------------------------------------------------------------------------------------
 
     def _let_go(self, seat: Seat) -> None:
-        """A node was asked to leave: the others go on without it, and if all leave, the job stops."""
+        """Let a node leave that was asked to. The others go on without it. If all nodes leave, the job stops."""
         seat.unfit, seat.leaves = seat.unfit or "it was asked to leave", True
         if all(each.leaves for each in self.seats.values()):
             for each in self.seats.values():
-                each.unfit = ""  # all of them say how the job ends
+                each.unfit = ""  # all nodes take part to the end, and report how their ranks end
             self._hear(seat.member, {"is": "stop", "signal": "SIGTERM"})
         elif seat in self._chosen and self.running:
             self._change()
@@ -255,13 +254,13 @@ class Leader(Memberships):
             self._void()
 
     def _change(self) -> None:
-        """Have the ranks stop, for another membership."""
+        """Make the ranks stop for another membership."""
         if not self.changing:
             self.changing = True
             self.stop("SIGTERM", change=True)
 
     def _look_for_change(self) -> None:
-        """Have the ranks stop where a newcomer is needed; those that come together are taken together."""
+        """Give spares a vote, and make the ranks stop if newcomers are needed. Take those within GATHER_S together."""
         if self.changing or self._limits is None:
             return
         spares = [seat.member.token for seat in self.seats.values() if seat not in self._chosen and not seat.leaves]
@@ -271,7 +270,7 @@ class Leader(Memberships):
         now_s = self._clock()
         new = [
             seat for seat in self.seats.values() if seat not in self._chosen and not seat.unfit and seat.warm
-            # A bad node that is started again and again must not stop the others each time
+            # A bad node that is restarted again and again must not stop the others each time
             and now_s - seat.since_s >= timing.RETURN_S * self._left_out[seat.claim.start]
         ]
         room = len(self._chosen) < self._limits.most and new
@@ -279,5 +278,6 @@ class Leader(Memberships):
             self._change()
 
     def _renew(self, **more: Any) -> None:
+        """Change the basis of the job, and send it to all members."""
         self.basis = {**self.basis, "v": self.basis["v"] + 1, "known": self._known(), **more}
         self.tell("basis", basis=self.basis)

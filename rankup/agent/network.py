@@ -1,14 +1,14 @@
-"""Addresses, ports and interfaces of this machine, and who may speak to a port where members meet: whoever knows the
-secret in RANKUP_SECRET_FILE, if a job has one.
+"""Connections between members, and the addresses, ports and interfaces of this machine. If a job has a secret, in
+RANKUP_SECRET_FILE, only processes that know it may talk to the port where members meet.
 
-As in Python's multiprocessing.connection, both sides prove that they know the secret, and nobody sends it. Each draws a
-nonce, so that a recorded answer is worth nothing, and names its role, so that nobody gets his own answer back.
+As in Python's multiprocessing.connection, both sides prove that they know the secret, and neither sends it. Each side
+draws a nonce, so that a recorded answer is useless, and signs its own role, so that an answer sent back proves nothing.
 
 | leader -> member | challenge(nonce): a message as in `protocol`                                                     |
 | member -> leader | its own nonce and HMAC-SHA256(secret, "member" + both nonces): 64 bytes, no message is read yet  |
 | leader -> member | proof(proof): HMAC-SHA256(secret, "leader" + both nonces)                                        |
 
-What follows is as without a secret: neither signed nor encrypted.
+All later messages are the same as without a secret, neither signed nor encrypted.
 """
 
 import asyncio
@@ -35,28 +35,28 @@ from rankup.timing import CONNECT_S, HELLO_S, PAUSE_S, PORT_S
 
 Found = TypeVar("Found")
 Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
-# or a hello, which names every file of the script's own
+LONGEST = 1 << 20  # bytes of one message; the longest are a commit, which names each host, and a hello, which names
+# each file that the script imports from its folder
 SECRET_FILE = "RANKUP_SECRET_FILE"
 WAY_OUT = f"Set {SECRET_FILE} to the same content on all nodes, or on none"
-NONCE = 32  # bytes, of a digest too
+NONCE = 32  # bytes of a nonce, and of an HMAC-SHA256
 SHORTEST, LONGEST_SECRET = 16, 4096  # bytes
-MOST_HALF_OPEN = 256  # connections that have not answered yet; a process may open 1,024 files by default
+MOST_HALF_OPEN = 256  # connections that have not proved the secret yet; a process may open 1,024 files by default
 
 
 class Link:
-    """A connection to another member. All methods belong to the event loop's thread."""
+    """A connection to another member. Call its methods only in the thread of the event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         names = (writer.get_extra_info(name) for name in ("sockname", "peername"))
-        # A local socket's name is no pair
+        # The name of a Unix socket is a string, not a pair
         self.local_ip, self.remote_ip = (_plain(name[0]) if isinstance(name, tuple) else "" for name in names)
 
     @classmethod
     async def connect(cls, host: str, port: int, *, timeout_s: float = CONNECT_S) -> "Link":
-        """Try each address of `host` for `timeout_s`. Raises the last one's OSError: gaierror where the name does not
-        resolve, TimeoutError, ConnectionRefusedError, ..."""
+        """Connect to the first address of `host` that accepts within `timeout_s`. Raises the OSError of the last
+        address: TimeoutError, ConnectionRefusedError, ..., or gaierror if the name does not resolve."""
         last: OSError = TimeoutError()
         for ip in await addresses_of(host, timeout_s=timeout_s):
             try:
@@ -67,22 +67,22 @@ class Link:
                 continue
             if writer.get_extra_info("sockname") != writer.get_extra_info("peername"):
                 return cls(reader, writer)
-            # Nobody listens, and the system chose that very port for our side: TCP then connects to itself
+            # If nobody listens and the kernel picks this very port for our side, TCP connects the socket to itself
             writer.close()
             last = ConnectionRefusedError()
         raise last
 
     def send(self, kind: str, **values: Any) -> None:
-        """Returns at once and raises nothing: whoever receives finds the end of the connection."""
+        """Send a message. Returns at once and raises nothing: the task that receives finds a lost connection."""
         self.write(encode(kind, **values))
 
     def write(self, data: bytes) -> None:
-        """The same with a message that is encoded already."""
+        """Send a message that is encoded already, as `send` does."""
         if not self._writer.is_closing():
             self._writer.write(data)
 
     async def receive(self) -> dict[str, Any]:
-        """The next message. Raises ConnectionError if there will be none."""
+        """Return the next message. Raises ConnectionError if none will come."""
         try:
             message = json.loads(await self._reader.readuntil())
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
@@ -90,11 +90,11 @@ class Link:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict) or not isinstance(message.get("is"), str):
-            raise ConnectionError("it sent something that is no message of ours")
+            raise ConnectionError("it sent something that is not a message of rankup")
         return message
 
     def close(self, *, at_once: bool = False) -> None:
-        """What was sent still goes out, unless `at_once`: a process that is stopped takes nothing."""
+        """Close after sent messages have gone out; `at_once` drops them, because a stopped process never reads them."""
         with contextlib.suppress(OSError, RuntimeError):
             if at_once:
                 self._writer.transport.abort()
@@ -103,7 +103,7 @@ class Link:
 
 
 def encode(kind: str, **values: Any) -> bytes:
-    """A message as it is sent."""
+    """Return a message as the bytes of one line."""
     return json.dumps({"is": kind, **values}).encode() + b"\n"
 
 
@@ -111,10 +111,10 @@ def encode(kind: str, **values: Any) -> bytes:
 
 
 async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
-    """Accept connections for `attend` on that port, of those alone who know the job's secret, if it has one. 0: a port
-    that the system picks. `ip`: "" for all addresses.
+    """Accept connections for `attend`, if the job has a secret only from processes that know it. `port`: 0 for one that
+    the kernel picks. `ip`: "" for all addresses.
 
-    Raises JoinError where it is in use, and UserError where nobody may have it.
+    Raises JoinError if the port is in use, and UserError if this user may not open it.
     """
     until_s, attend = time.monotonic() + PORT_S, guard(attend, read_secret(os.environ))
     while True:
@@ -135,10 +135,10 @@ async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
 
 
 def open_port(ip: str, port: int, *, backlog: int = 4096) -> socket.socket:
-    """A listener; "" and 0 as in `listen`. Raises OSError.
+    """Return a listening socket. `ip` and `port`: as in `listen`. Raises OSError.
 
-    One for both families: asyncio would open two, with two ports where the system picks them. The backlog is for a
-    large job, whose members all come at once.
+    One socket serves IPv4 and IPv6. asyncio would open two, and with port 0 they would have different ports. The
+    backlog is long because all members of a large job connect at once.
     """
     dual = not ip and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in ip else socket.AF_INET
@@ -146,52 +146,52 @@ def open_port(ip: str, port: int, *, backlog: int = 4096) -> socket.socket:
 
 
 def address_of(interface: str) -> str:
-    """The address that gloo takes: the interface's first of IPv4, else its first of IPv6; "" where it has none."""
+    """Return the address that gloo takes: the interface's first IPv4 address, else its first IPv6 address, else ""."""
     found = {address.family: str(address.address) for address in reversed(psutil.net_if_addrs().get(interface, []))}
     return found.get(socket.AF_INET) or found.get(socket.AF_INET6, "")
 
 
 def chosen_address(environ: Mapping[str, str]) -> str:
-    """The address of the interface that the user has named; "" where none is. Raises UserError where it has none."""
+    """Return the address of the interface in GLOO_SOCKET_IFNAME; "" if unset. Raises UserError if it has no address."""
     named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if named and not address_of(named):
         raise UserError(
             f"GLOO_SOCKET_IFNAME must name an interface of {socket.gethostname()} that has an address, got {named}. "
             f"There are: {', '.join(name for name in psutil.net_if_addrs() if address_of(name))}. "
-            "Unset, the one that routes to the master is taken."
+            "If the variable is not set, rankup takes the one that routes to the master."
         )
     return address_of(named)
 
 
 def interface_variables(environ: Mapping[str, str], own_ip: str) -> dict[str, str]:
-    """Have gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the others, unless one is named.
+    """Return variables that make gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the other
+    nodes. Variables in `environ` keep their values.
 
-    By default gloo takes the address that the host's own name resolves to: 127.0.1.1 on a Debian machine, where no
-    other node can reach it.
+    By default gloo takes the address of the host's own name. On Debian this is 127.0.1.1, which no other node reaches.
     """
     if not (routed := interface_of(own_ip)):
         return {}
-    # To nccl a bare eth1 means every interface whose name begins so, eth10 too
+    # For nccl a bare eth1 means each interface whose name begins with it, also eth10
     values = {"GLOO_SOCKET_IFNAME": routed, "NCCL_SOCKET_IFNAME": f"={routed}", "TP_SOCKET_IFNAME": routed}
     return {name: environ.get(name) or value for name, value in values.items()}
 
 
 async def is_this_machine(host: str) -> bool:
-    """False where nobody can say."""
+    """Return whether `host` names this machine; False if it does not resolve."""
     with contextlib.suppress(OSError):
         return any(is_loopback(ip) or interface_of(ip) for ip in await addresses_of(host))
     return False
 
 
 async def in_thread(call: Callable[[], Found], *, timeout_s: float = math.inf) -> Found:
-    """What `call` returns or raises, see `in_background`: asyncio's own threads would hold the end of the process.
-    Raises TimeoutError where it takes longer."""
+    """Return or raise what `call` does, in a thread of `in_background`: asyncio's own threads would keep the process
+    from ending. Raises TimeoutError if the call takes longer than `timeout_s`."""
     async with asyncio.timeout(max(0.0, timeout_s)):
         return await asyncio.wrap_future(in_background(call))
 
 
 async def addresses_of(host: str, *, timeout_s: float = CONNECT_S) -> list[str]:
-    """The addresses that `host` resolves to, each once. Raises socket.gaierror."""
+    """Return the addresses that `host` resolves to, without duplicates. Raises socket.gaierror."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(host))]
     try:
@@ -204,13 +204,13 @@ async def addresses_of(host: str, *, timeout_s: float = CONNECT_S) -> list[str]:
 
 
 def interface_of(ip: str) -> str:
-    """The name of this machine's interface that carries `ip`, or ""."""
+    """Return the name of this machine's interface that has the address `ip`, or ""."""
     carried = ((_plain(each.address), name) for name, found in psutil.net_if_addrs().items() for each in found)
     return next((name for address, name in carried if address == ip), "")
 
 
 def _plain(ip: str) -> str:
-    """Without the scope of IPv6, and without the prefix that a socket for both versions puts before IPv4."""
+    """Remove the scope of an IPv6 address, and the prefix that a dual-stack socket puts before IPv4."""
     return ip.partition("%")[0].removeprefix("::ffff:")
 
 
@@ -218,11 +218,11 @@ def _plain(ip: str) -> str:
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
-    """The job's secret, without the white space around it; b"" where none is set. Raises UserError."""
+    """Return the job's secret without white space around it, or b"" if the job has none. Raises UserError."""
     if not (path := environ.get(SECRET_FILE, "")):
         return b""
     try:
-        # Who opens a pipe would wait for its writer
+        # Without O_NONBLOCK, opening a pipe waits for its writer
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             info = os.fstat(file.fileno())
             secret = file.read(LONGEST_SECRET + 1).strip() if stat.S_ISREG(info.st_mode) else b""
@@ -231,7 +231,7 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
     if not SHORTEST <= len(secret) <= LONGEST_SECRET:
         rule = f"a file of {SHORTEST} to {LONGEST_SECRET} bytes"
         raise UserError(f"{SECRET_FILE} must name {rule}, got {path}. For example: openssl rand -hex 32")
-    # Kubernetes mounts a Secret as root's, readable to the pod's group
+    # Kubernetes mounts a Secret as a file of root that the pod's group may read
     if info.st_mode & (0o037 if info.st_uid == 0 else 0o077):
         mode = f"{stat.S_IMODE(info.st_mode):o}"
         raise UserError(f"{SECRET_FILE} must name a file of mode 600, got {mode} of {path}. Run chmod 600 {path}")
@@ -239,19 +239,19 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
 
 
 def prove(secret: bytes, role: str, leaders: bytes, members: bytes) -> bytes:
-    """That whoever has this `role` knows the secret. `leaders`, `members`: the nonces."""
+    """Return the proof that the side with this `role` knows the secret. `leaders`, `members`: both sides' nonces."""
     return hmac.digest(secret, b"rankup 1 " + role.encode() + leaders + members, "sha256")
 
 
 def guard(attend: Attend, secret: bytes) -> Attend:
-    """`attend` for those alone who know the secret. Strangers cost a bounded time, a bounded number of connections and
-    a hundred bytes each, and hear nothing but a nonce."""
+    """Return an `attend` that serves only processes that know the secret. Others get nothing but a nonce. They can take
+    up only a limited time, a limited number of connections, and a hundred bytes each."""
     if not secret:
         return attend
     half_open: dict[asyncio.StreamWriter, None] = {}
 
     async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while len(half_open) >= MOST_HALF_OPEN:  # the oldest goes: who knows the secret answers at once
+        while len(half_open) >= MOST_HALF_OPEN:  # drop the oldest: a process that knows the secret answers at once
             oldest = next(iter(half_open))
             del half_open[oldest]
             oldest.transport.abort()
@@ -264,7 +264,7 @@ def guard(attend: Attend, secret: bytes) -> Attend:
             if not hmac.compare_digest(answer[NONCE:], prove(secret, "member", nonce, answer[:NONCE])):
                 raise ConnectionError
             writer.write(encode("proof", proof=prove(secret, "leader", nonce, answer[:NONCE]).hex()))
-        except (OSError, EOFError, asyncio.CancelledError):  # Python 3.11 prints a traceback of one that is passed on
+        except (OSError, EOFError, asyncio.CancelledError):  # Python 3.11 prints a traceback of a CancelledError
             writer.transport.abort()
             return
         finally:
@@ -275,9 +275,8 @@ def guard(attend: Attend, secret: bytes) -> Attend:
 
 
 async def greeting(link: Link, secret: bytes) -> dict[str, Any]:
-    """The leader's first message, once it has proved that it knows the secret. Where it does not, or where this side's
-    is not the right one, a message like that of a leader who takes nobody. Raises ConnectionError where there is none.
-    """
+    """Return the leader's first message, after both sides have proved that they know the secret. If the secrets differ,
+    return a message like that of a leader that takes no members. Raises ConnectionError if no message comes."""
     message = await link.receive()
     if not secret and message["is"] != "challenge":
         return message

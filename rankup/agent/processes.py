@@ -1,8 +1,8 @@
-"""How processes start and end, and which limits a container or batch job sets. No torch here.
+"""How processes start and end, and which limits a container or batch job sets. This file does not import torch.
 
-A process of ours ends by `os._exit`, never by returning from its main module. At the interpreter's own end Python waits
-for threads inside torch, for the workers of a stuck disk and for gloo's teardown, and any of them may wait for a dead
-rank. `main` ends by `finish`; what cannot wait (a deadline, a lost peer) ends by `leave`.
+Our processes end with `os._exit`, and never return from their main module. At its own end Python would wait for
+threads inside torch, for threads on a stuck disk and for gloo's teardown, and any of them may wait for a dead rank. The
+main program calls `finish`. Code that cannot wait (after a deadline, after a peer loss) calls `leave`.
 """
 
 import atexit
@@ -37,66 +37,66 @@ T = TypeVar("T")
 
 
 def state_of(pid: int) -> str:
-    """Its state, such as T; "" for a process that is gone."""
+    """Return the kernel's letter for a process's state, such as T; "" for a process that is gone."""
     return "".join(_stat_of(pid)[:1])
 
 
 def start_of(pid: int) -> str:
-    """When it was started, in the kernel's ticks, which no later process with that number has; "" once it has ended."""
+    """Return when a process started, in kernel ticks, which tell it from a later process with its id; "" if ended."""
     fields = _stat_of(pid)
     return "" if not fields or fields[0] in "ZX" else fields[19]
 
 
 def began(pid: int) -> float:
-    """When it was started, in seconds of `time.time()`, to a hundredth of a second."""
-    # psutil adds the same number to the time of the boot, which the kernel tells in whole seconds
+    """Return when a process started, as `time.time()`, to a hundredth of a second."""
+    # psutil is less exact: it adds the same ticks to a boot time in whole seconds
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(start_of(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat_of(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name."""
+    """Return the fields of /proc/PID/stat after the name."""
     return read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def has_handler(pid: int, number: int) -> bool:
-    """Whether it has a handler for that signal."""
+    """Return whether a process has a handler for signal `number`."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", read(f"/proc/{pid}/status"), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends: the ranks of a launcher that was killed would train on, and
-    hold their GPUs (pytorch 5736). A fork does not inherit it."""
+    """Make the kernel kill this process when `parent` ends. Otherwise the ranks of a killed launcher would train on and
+    hold their GPUs (pytorch 5736). Forked children do not inherit this."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(128 + signal.SIGKILL)
 
 
 def send_signal(pid: int, number: int) -> None:
-    """To the process alone, which is not reaped yet; SIGTERM in place of a SIGUSR1 that it has no handler for."""
+    """Send a signal to one process, which must not be reaped yet. Without a handler for SIGUSR1 it gets SIGTERM."""
     if number == signal.SIGUSR1 and not has_handler(pid, number):
         number = signal.SIGTERM
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have changed its user
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the process may have changed its user
         os.kill(pid, number)
 
 
 def kill_session(pid: int) -> None:
-    """Kill the process, and those of the session that it leads."""
-    for kill in (os.killpg, os.kill):  # it leads no group yet in its first instant
+    """Kill a process and the process group that it leads."""
+    for kill in (os.killpg, os.kill):  # a process that was just forked does not lead a group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def end_of(pid: int) -> int:
-    """The exit code of a child that has ended, as a shell counts it. What its session has left is killed first, as
-    the number may be another process's afterwards: DataLoader workers would keep their memory, and their GPU."""
+    """Return the exit code of a child that has ended, as a shell counts it. First kill the rest of its process
+    group, such as DataLoader workers, which would hold memory and a GPU: after waitpid the id may be reused."""
     kill_session(pid)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code if code >= 0 else 128 - code
 
 
 def reap_orphans() -> None:
-    """Take the ends of orphans, which a container's first process inherits, and of own children that have ended."""
+    """Reap children that have ended. In a container's first process these include inherited orphans."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
@@ -106,14 +106,14 @@ def reap_orphans() -> None:
 
 
 def finish(code: int) -> NoReturn:
-    """End this process with `code` once all that it printed is written, however slow its reader is (`less`)."""
+    """Write everything that was printed, however slow the reader is (`less`), then end this process with `code`."""
     _flush()
     os._exit(code)
 
 
 def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, timeout_s: float = 0.0) -> NoReturn:
-    """End this process, from any thread, with `code` or the one that `last_word` returns. That and the flushing of what
-    was printed get `timeout_s` seconds: a full pipe, a stuck disk or a store must not keep a process that has to go."""
+    """End this process, from any thread, with `code` or the code that `last_word` returns. `timeout_s` bounds both
+    `last_word` and the flush of printed lines: a full pipe, a stuck disk or a store must not hold up the end."""
     def speak() -> int:
         changed = last_word()
         _flush()
@@ -123,21 +123,21 @@ def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, time
         if timeout_s > 0 and (said := within(timeout_s, speak)) is not None:
             code = said
     finally:
-        os._exit(code)  # even where no thread can be started any more
+        os._exit(code)  # even if no thread can be started any more
 
 
 def _flush() -> None:
-    # `logs.guard` has put its own in the place of the last two
+    # `logs.guard` may have replaced the first two
     for stream in filter(None, (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
-        with contextlib.suppress(OSError, ValueError):  # its reader has gone
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
 
 
 def in_background(work: Callable[[], T]) -> "concurrent.futures.Future[T]":
-    """What `work` returns or raises, in a thread of its own: nobody has to wait for it, not even this process's end.
-    For calls that nothing can interrupt: a resolver, a disk, or a store whose process is stopped."""
+    """Call `work` in a thread of its own, and return its future. Nothing waits for the thread, not even the end of this
+    process. Use it for calls that cannot be interrupted: a resolver, a disk, or a store whose process is stopped."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # who waits may give up, and the thread goes on
+    done.set_running_or_notify_cancel()  # a caller that gives up cannot cancel the thread
 
     def run() -> None:
         try:
@@ -150,20 +150,20 @@ def in_background(work: Callable[[], T]) -> "concurrent.futures.Future[T]":
 
 
 def within(timeout_s: float, work: Callable[[], T]) -> T | None:
-    """What `work` returns, or None if it takes longer than `timeout_s` or raises."""
+    """Return what `work` returns, or None if it raises or takes longer than `timeout_s`."""
     with contextlib.suppress(Exception):
         return in_background(work).result(timeout_s)
     return None
 
 
 def set_hard_deadline(timeout_s: float) -> None:
-    """Have the kernel end this process in `timeout_s` seconds with 142, after a dump of all stacks: the last resort for
-    a hang that holds the interpreter's lock. Another call moves it, infinity takes it back. There is none where the
-    user's code has taken SIGALRM."""
+    """Make the kernel end this process in `timeout_s` seconds with code 142, after a dump of all stacks. It is the last
+    resort for a hang that holds the GIL. Another call moves the deadline; infinity removes it. If the user's code
+    handles SIGALRM, there is no such deadline."""
     if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-        # To stderr by its number: the user's code may have put another object in its place
+        # By descriptor, because the user's code may have replaced sys.stderr
         faulthandler.register(signal.SIGALRM, 2, chain=True)
-        # Again later: a second signal ends a dump to a pipe that nobody reads
+        # The timer fires again LAST_WORD_S later: a second signal ends a dump to a pipe that nobody reads
         after_s = 0.0 if timeout_s == math.inf else max(0.1, timeout_s)
         signal.setitimer(signal.ITIMER_REAL, after_s, LAST_WORD_S)
 
@@ -172,12 +172,12 @@ def set_hard_deadline(timeout_s: float) -> None:
 
 
 def be_python(argv: list[str], tell: Callable[[int, str], None] = lambda code, why: None) -> NoReturn:
-    """Be `python ARGV`: a script, or "-m" and a module. `tell`: gets the code and the error that it has failed with,
-    unless it has ended this process itself, as an open job does."""
+    """Act as `python ARGV`, where ARGV is a script or "-m" and a module. `tell` gets the exit code and the error if the
+    script fails, unless the script ends this process itself, as an open job does."""
     program = argv[0]
     sys.orig_argv = [sys.executable, *argv]
     sys.argv = argv[1:] if program == "-m" else argv
-    # A new module of this name: spawned workers and pickles look there for what the script has defined
+    # A new `__main__`: spawned workers and pickles look there for what the script has defined
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     code: Any = FINISHED
@@ -199,18 +199,18 @@ def be_python(argv: list[str], tell: Callable[[int, str], None] = lambda code, w
         code = FINISHED if error.code is None else error.code
         if not isinstance(code, int):
             print(code, file=sys.stderr)
-            code, why, sys.last_value = FAULT, reason(error), error  # the latter as of any other error
+            code, why, sys.last_value = FAULT, reason(error), error  # as Python does for any other error
     except BaseException as error:
         code, why = _show(error), reason(error)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for all that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     atexit._run_exitfuncs()
-    if why and os.getpid() == pid:  # the script may have forked
+    if why and os.getpid() == pid:  # not in a process that the script has forked
         tell(code, why)
     _end(code)
 
 
 def _show(error: BaseException) -> int:
-    """Print what ended the script, without the frames above it. Returns the exit code."""
+    """Print the traceback of the script without our own frames. Returns the exit code."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals in (globals(), vars(runpy)):
         trace = trace.tb_next
@@ -219,9 +219,9 @@ def _show(error: BaseException) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End as Python ends, but free no objects: to write to, and so copy, the memory that is shared takes 20 times as
-    long as all the rest."""
-    # What the script left open would be closed with its variables. Those of the server are frozen, so not among these
+    """End as Python does, but free no objects. Freeing writes to memory that is shared with the fork server, and the
+    copies this causes take 20 times as long as the rest."""
+    # Python would close the files that the script left open. Objects of the server are frozen, so they are not listed
     for file in [*gc.get_objects(), sys.stdout, sys.stderr]:
         if issubclass(type(file), (io.TextIOBase, io.BufferedWriter, io.BufferedRandom)):
             with contextlib.suppress(Exception):
@@ -230,12 +230,12 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-# What is granted: control groups (v1 and v2) say it; os.cpu_count() and psutil see the whole machine ------------------
-# `root` takes the place of the file system's root
+# Limits from control groups (v1 and v2); os.cpu_count() and psutil see the whole machine -----------------------------
+# `root`: the root of the file system, which tests replace
 
 
 def cpu_quota(root: Path = ROOT) -> float:
-    """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity."""
+    """Return how many CPUs this process may use (1.5 is possible): the least of its groups' quotas and its affinity."""
     found = [float(len(os.sched_getaffinity(0)))]
     for group in _groups("cpu", root):
         v1 = [read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
@@ -246,25 +246,26 @@ def cpu_quota(root: Path = ROOT) -> float:
 
 
 def memory_available() -> int:
-    """Bytes that this process can take without swapping, of the machine and of its container or job."""
-    import psutil  # 20 ms that others do without
+    """Return how many bytes this process can take without swapping, within the machine and its container or job."""
+    import psutil  # takes 20 ms, so only the callers of this function pay for it
 
     return min([psutil.virtual_memory().available, *(left for _, left in memory(ROOT))])
 
 
 def memory(root: Path) -> Iterator[tuple[int, int]]:
-    """The limit in bytes of each group that has one, and how many are left. Files that were not touched of late count
-    as free, as in Kubernetes' "working set": a data set that was read once would fill any limit."""
+    """Yield the limit of each control group that has one, and how much of it is left, in bytes. Cached files that were
+    not used lately count as free, as in Kubernetes' "working set": a data set that was read once would fill any limit.
+    """
     for group in _groups("memory", root):
         limit = (read(group / "memory.max") or read(group / "memory.limit_in_bytes")).strip()
-        if limit.isdigit() and int(limit) < 2**60:  # v1 writes 2**63 less a page where there is no limit
+        if limit.isdigit() and int(limit) < 2**60:  # without a limit v1 writes 2**63 less a page
             cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
             used = int(read(group / "memory.current") or read(group / "memory.usage_in_bytes") or 0)
             yield int(limit), max(0, int(limit) - used + int(cached[-1] if cached else 0))
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """How many processes of this container or job the kernel has killed for memory so far; 0 where it does not say."""
+    """Return how many processes of this container or job the kernel has killed for lack of memory; 0 if unknown."""
     names = ("memory.events", "memory.oom_control")
     counted = (read(group / name) for group in _groups("memory", root) for name in names)
     found = re.search(r"^oom_kill (\d+)$", next(filter(None, counted), ""), re.MULTILINE)
@@ -272,25 +273,25 @@ def oom_kills(root: Path = ROOT) -> int:
 
 
 def explain_sigkill(before: int) -> str:
-    """Who may have sent it. `before`: what `oom_kills` returned when the process was started."""
+    """Say what may have sent a SIGKILL. `before`: what `oom_kills` returned when the process was started."""
     if kills := oom_kills() - before:
         where, more = "in this container or job meanwhile", "lower --num-workers or --batch-size"
         return f"out-of-memory kills {where}: {kills}. Give it more memory, or {more}"
-    return "if nobody sent it, the memory was not enough, or the limit of the container or job"
+    return "unless somebody sent it, the memory of the machine, container or job was not enough"
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Where this process's own group and each of its parents may lie, the own first. Inside a container the path may be
-    the host's, and does not exist: the mount point is then the container's own group."""
+    """Yield the possible folders of this process's own group and of each parent, the own first. In a container the path
+    may be the host's, and not exist. The mount point, the last parent, is then the container's own group."""
     for line in read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers or controller in controllers.split(","):  # v2 names none
+        if not controllers or controller in controllers.split(","):  # v2 names no controllers
             own = PurePosixPath(path.strip("/"))
             yield from (root / "sys/fs/cgroup" / (controllers and controller) / group for group in (own, *own.parents))
 
 
 def read(path: str | Path) -> str:
-    """The file's text, "" where it cannot be read. The kernel cuts a process's name, also within a character."""
+    """Return the file's text, or "" if it cannot be read. The kernel may cut a process's name within a character."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -299,16 +300,15 @@ def read(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def no_name_lookups() -> Iterator[None]:
-    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
+    """Within the block, only /etc/hosts answers name lookups, in all threads of this process.
 
-    torch asks for the name of both ends of each connection of a store, only to print it. With a resolver that takes 5 s
-    to say that it does not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc
-    lets a program replace the line of nsswitch.conf.
-    """
+    torch looks up the names of both ends of each store connection, only to print them. With a resolver that takes 5 s
+    to reject an address, 16 ranks took minutes to meet. torch has no setting for that, but glibc lets a program replace
+    the `hosts` line of nsswitch.conf."""
     configure = ctypes.CDLL(None).__nss_configure_lookup
     configure(b"hosts", b"files")
     try:
         yield
     finally:
         found = re.search(r"^\s*hosts\s*:([^#\n]*)", read("/etc/nsswitch.conf"), re.MULTILINE)
-        configure(b"hosts", (found[1].strip() if found else "files dns").encode())  # the latter is glibc's own choice
+        configure(b"hosts", (found[1].strip() if found else "files dns").encode())  # glibc's default

@@ -1,36 +1,36 @@
-"""What the members of a job say to each other: one JSON object per line, over TCP. No torch here.
+"""The messages between the members of a job: one JSON object per line, over TCP. Imports no torch.
 
-A member stands for one or more ranks: it is the agent of their node, or, where another launcher started the ranks, one
-of them. The leader runs beside the member with rank 0. Every member, that one too, holds one connection to it for as
-long as the job lives. Memberships are numbered (`n`), and the number only grows.
+A member stands for one or more ranks. It is the agent of their node, or a rank itself if another launcher started the
+ranks. The leader runs in the process of the member with rank 0. Each member, also that one, keeps one connection to the
+leader as long as the job lives. Memberships have numbers (`n`), which only grow.
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, n (last known membership)         | leader(over, ...): it speaks first, see `votes.knowledge`  |
-|   basis: of that one, see `rankup.agent.votes`     | leads(..., port): in place of a hello, from the leader of  |
-|                                                    | a job whose number of nodes may change; port 0: from a     |
-|                                                    | member that looks for the leader                           |
+| hello: a Member, n (last known membership) and its | leader(over, ...): the first message on a connection, see  |
+|   basis, see `rankup.agent.votes`                  | `votes.knowledge`                                          |
+| leads(..., port): instead of hello, from another   |                                                            |
+|   leader of an elastic job, whose number of nodes  |                                                            |
+|   may change; port 0: from a member without leader |                                                            |
 | alive(ranks, warm): where its ranks are, see       | alive                                                      |
-| `Record.sign`; whether it has imported torch       |                                                            |
-| ask: where is everybody?                           | ranks(ranks, nodes): the newest sign of each, see          |
-|                                                    | `Leader.signs`; nodes as `Leader.nodes` has them           |
-| ready(n, problem): my ranks are gone, the route    | propose(n, ip, next=[ip, port, name]): its own address as  |
-| works if problem is ""                             | others see it, the next member's listener                  |
-| leaving, left: this node was asked to go, and goes | basis: of the membership, with the votes as they are now   |
+|   `Record.sign`; whether torch is imported         |                                                            |
+| ask: where is each rank of the job?                | ranks(ranks, nodes): see `Leader.signs`, `Leader.nodes`    |
+| ready(n, problem): my ranks have ended, and the    | propose(n, ip, next=[ip, port, name]): your address as     |
+|   route to the next member works if problem is ""  | others see it, and where the next member listens           |
+| leaving, left: this node must leave; it leaves now | basis: of this membership, with its present voters         |
 | has(n, v): the newest basis that I know            |                                                            |
 | standing: see `rankup.agent.record`                | prepare, confirm                                           |
-| all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], port, job,       |
-|                                                    | restarts, **more): where rank 0's store listens            |
-|                                                    | lost(n, ranks, host, why, node): membership n is over; with|
-|                                                    | node its whole node is lost                                |
+| others go to `hear` of the Leader: end, stop, ...  | commit(n, ip, hosts=[[host, ranks], ...], port, job,       |
+|                                                    | restarts, **more): port is where rank 0's store listens    |
+|                                                    | lost(n, ranks, host, why, node): membership n is over. node|
+|                                                    | says that the whole node of these ranks is lost            |
 |                                                    | waiting(text): who is missing                              |
-|                                                    | left_out(why): leave, the ranks of this member have failed |
-|                                                    | again and again, or another one does not reach it          |
-|                                                    | spare: the job runs without this member, which waits       |
-|                                                    | over(code, text): there will be no membership any more     |
-|                                                    | all else is from Leader.tell: stop, ...                    |
+|                                                    | left_out(why): leave, because your ranks failed too often  |
+|                                                    | or another member does not reach you                       |
+|                                                    | spare: wait, the job runs without you                      |
+|                                                    | over(code, text): there will be no more memberships        |
+|                                                    | others come from Leader.tell: stop, ...                    |
 
-Nothing that arrives is unpickled or executed. Whoever sends something else is disconnected.
+Nothing that arrives is unpickled or executed. A member that sends anything else is disconnected.
 """
 
 import asyncio
@@ -50,25 +50,25 @@ from rankup.agent.network import LONGEST, Link, encode
 from rankup.env.rank_env import holders, ranges
 from rankup.timing import SAY_S
 
-MOST_HOSTS = 8  # that one line names
+MOST_HOSTS = 8  # how many hosts one line names at most
 HINT = (
     "gloo and nccl use any high port between the nodes: open them all, or narrow net.ipv4.ip_local_port_range on every "
     "node and open that range; or name another interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
 )
-KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-ARGUMENTS, SHARED = "digest of the arguments", "--shared-dir"  # among the settings
+KILLED = 137  # the exit code of a process that SIGKILL ended, as a shell reports it
+ARGUMENTS, SHARED = "digest of the arguments", "--shared-dir"  # names in `Member.settings`
 
 INT = range(-(2**63), 2**63)
-JOB = re.compile(r"[\w.-]{0,200}")  # a part of a file's name
+JOB = re.compile(r"[\w.-]{0,200}")  # it becomes a part of file names
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
 BASIS: dict[str, Any] = {
     "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
     "same_arguments?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str]}],
 }
 KNOWLEDGE: dict[str, Any] = {"token": str, "n": INT, "formed": INT, "running": bool, "job": JOB}  # see `votes`
-LEADS = {**KNOWLEDGE, "port": range(65536)}  # who leads, to another leader
-# What a member takes from a leader's message. A form is a type, a range, a choice of texts, a pattern, a list of one
-# form, a row of forms, or values by name; a name with ? may be absent or null
+LEADS = {**KNOWLEDGE, "port": range(65536)}
+# The forms of a leader's messages, see `fits`. A form is a type, a range, a set of texts, a pattern, a list of one
+# form, a tuple with a form per item, or a dict of forms by name. A name with ? may be absent or null
 LEADERS: dict[str, dict[str, Any]] = {
     "leader": {**KNOWLEDGE, "over": str, "at?": (str, range(65536))},
     "waiting": {"text": str}, "spare": {"basis": BASIS}, "basis": {"basis": BASIS},
@@ -85,7 +85,7 @@ LEADERS: dict[str, dict[str, Any]] = {
 
 
 def fits(value: Any, form: Any) -> bool:
-    """Whether a value that came as JSON has the form, see `LEADERS`."""
+    """Return whether a value that came as JSON has this form, see `LEADERS`."""
     if isinstance(form, dict):
         return isinstance(value, dict) and all(
             fits(value.get(name.removesuffix("?")), each) or (name.endswith("?") and value.get(name[:-1]) is None)
@@ -95,7 +95,7 @@ def fits(value: Any, form: Any) -> bool:
         return isinstance(value, list) and all(fits(each, form[0]) for each in value)
     if isinstance(form, tuple):
         return isinstance(value, list) and len(value) == len(form) and all(map(fits, value, form))
-    if isinstance(form, range | frozenset):  # a text would be looked for number by number
+    if isinstance(form, range | frozenset):  # check the type first: `"x" in range(n)` compares with each number
         return isinstance(value, int if isinstance(form, range) else str) and value in form
     if isinstance(form, re.Pattern):
         return isinstance(value, str) and form.fullmatch(value) is not None
@@ -104,20 +104,20 @@ def fits(value: Any, form: Any) -> bool:
 
 @dataclass(frozen=True)
 class Member:
-    """What a member says of itself. `ip` and `port` are those of its listener, see `Attendance`."""
+    """What a member says of itself. `ip` and `port` are where it listens for route tests, see `Attendance`."""
 
-    token: str  # of this process
+    token: str  # a random id of this process
     first_rank: int
     num_ranks: int
     world_size: int
     host: str
     pid: int
-    left_s: float  # how long it looks for the leader, and the leader waits for the others, each time
+    left_s: float  # how long a member looks for the leader, and the leader waits for members, after each loss
     restarts: int = 0
-    ip: str = ""  # given where the user chose an interface, else its own address on the route to the leader
+    ip: str = ""  # the address of the interface that the user chose, else of the one that routes to the leader
     port: int = 0
-    serves: int = 0  # the port where it leads, or says who does; 0 where the number of nodes is fixed
-    settings: dict[str, str] = field(default_factory=dict)  # what must be the same for all, see `differences`
+    serves: int = 0  # the port where it leads or tells who leads; 0 unless the job is elastic
+    settings: dict[str, str] = field(default_factory=dict)  # must be equal for all members, see `differences`
 
     @property
     def ranks(self) -> range:
@@ -135,7 +135,7 @@ class Member:
 
     @staticmethod
     def read(message: Mapping[str, Any]) -> "Member":
-        """Raises TypeError or ValueError for what no member of ours says."""
+        """Return the member that a hello describes. Raises TypeError or ValueError if the message is malformed."""
         member = Member(**{f.name: message[f.name] for f in fields(Member) if f.name in message})
         for f in fields(Member):
             value = getattr(member, f.name)
@@ -151,27 +151,27 @@ class Member:
         return member
 
 
-# The members that are here, as the leader sees them -------------------------------------------------------------------
+# The members as the leader sees them ----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Seat:
-    """A member and its connection. `unfit`, `leaves` and `has`: where the number of nodes may change."""
+    """A member and its connection. `unfit`, `leaves` and `has` matter only in elastic jobs."""
 
     link: Link
     member: Member
-    claim: range  # of ranks, as it came
+    claim: range  # the ranks that it had when it came
     since_s: float  # when it came, or was lost
     heard_s: float
-    warm: bool  # it has imported torch
-    lost: str = ""  # why
-    problem: str = ""  # with the route to the next member
-    signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
-    signed_s: float = 0.0  # when it did
-    finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
-    unfit: str = ""  # why it is no part of the next membership
-    leaves: bool = False  # was asked to
-    has: tuple[int, ...] = ()  # the age of the newest basis that it has said to have
+    warm: bool  # whether it has imported torch
+    lost: str = ""  # why it was lost
+    problem: str = ""  # why it does not reach the next member
+    signs: list[dict[str, Any]] = field(default_factory=list)  # the last signs of life of its ranks
+    signed_s: float = 0.0  # when these came
+    finished: set[int] = field(default_factory=set)  # its ranks that have ended with 0
+    unfit: str = ""  # why it can't be in the next membership
+    leaves: bool = False  # whether it was asked to leave
+    has: tuple[int, ...] = ()  # the age of the newest basis that it has reported
 
     @property
     def name(self) -> str:
@@ -179,11 +179,11 @@ class Seat:
 
 
 class Seats(dict[Link, Seat]):
-    """All of them, by connection."""
+    """The seats of all connected members, by connection."""
 
     @property
     def members(self) -> list[Member]:
-        """By rank."""
+        """The connected members, by rank."""
         return sorted((seat.member for seat in self.values()), key=lambda member: member.first_rank)
 
     @property
@@ -194,18 +194,18 @@ class Seats(dict[Link, Seat]):
         return next((seat for seat in self.values() if seat.member.token == token), None)
 
 
-# What the leader says of them, for users ------------------------------------------------------------------------------
+# Texts about members, for users ---------------------------------------------------------------------------------------
 
 
 def describe_missing(present: list[Member], *, of: int, waited_s: float) -> str:
-    """Who has not joined: "rank 3 of 4 has not joined after 120 s (joined: 0-1 on node0; 2 on node1)"."""
+    """Say who is missing: "rank 3 of 4 has not joined after 120 s (joined: 0-1 on node0; 2 on node1)"."""
     missing = sorted(set(range(of)) - {rank for member in present for rank in member.ranks})
     which = f"rank {missing[0]} of {of} has" if len(missing) == 1 else f"ranks {ranges(missing)} of {of} have"
     return f"{which} not joined after {waited_s:g} s (joined: {by_host(present) or 'none'})"
 
 
 def by_host(members: Iterable[Member]) -> str:
-    """ "0-1 on node0; 2 on node1"."""
+    """Name the ranks of each host: "0-1 on node0; 2 on node1"."""
     ranks = holders((rank, member.host) for member in members for rank in member.ranks)
     named = [f"{ranges(numbers)} on {host}" for host, numbers in sorted(ranks.items(), key=lambda item: min(item[1]))]
     more = [f"and ranks on {len(named) - MOST_HOSTS} more machines"] if len(named) > MOST_HOSTS else []
@@ -213,20 +213,20 @@ def by_host(members: Iterable[Member]) -> str:
 
 
 def differences(member: Member, model: Member, *, arguments: bool) -> str:
-    """How the settings of a member differ from another one's, in one line; "" where they do not. `arguments`: whether
-    those of the script count.
+    """Say in one line how the settings of `member` differ from those of `model`; "" if they are equal. `arguments`:
+    whether the script's arguments count.
 
-    Different code or settings give wrong numbers, not errors: an all-reduce of different sizes returned garbage on one
-    rank without a word.
+    Different code or settings give wrong numbers instead of errors: an all-reduce of different sizes silently returned
+    garbage on one rank.
     """
     theirs, ours = member.settings, model.settings
-    if theirs == ours:  # of all members, whenever one comes
+    if theirs == ours:  # the fast path, because each new member causes a check of all members
         return ""
     names = {*theirs, *ours} - (set() if arguments else {ARGUMENTS})
     found = []
     for name in sorted(name for name in names if theirs.get(name) != ours.get(name))[:8]:
         row = name, ours.get(name, "absent"), theirs.get(name, "nothing")
-        # Another node has sent it: it may hold anything, and as much as it likes
+        # The values come from another node, and may contain any text of any length
         found.append("{} must be {}, got {}".format(*(text[:200].encode("unicode_escape").decode() for text in row)))
     way_out = "Start all nodes of a job with the same program, arguments and settings, and another job at another port."
     return f"{member.who} differs from {model.who}: {'; '.join(found)}. {way_out}" if found else ""
@@ -236,27 +236,27 @@ def differences(member: Member, model: Member, *, arguments: bool) -> str:
 
 
 class Links:
-    """The agent's side of the lines to its ranks that import rankup, through a local socket. `address`: where it is.
+    """The agent's side of its connections to ranks whose script imports rankup. `address`: the local socket's name.
 
     | from a rank                            | from the agent                              |
     |----------------------------------------|---------------------------------------------|
     | rank(local_rank): its first message    | lost(n, ranks, host, why), gone             |
-    | end: an End, as it is about to end     | ranks(ranks): where each rank of the job is |
-    | stop(signal): it got a signal itself   |                                             |
-    | ask: where is everybody?               |                                             |
+    | end: an End, just before the rank ends | ranks(ranks): where each rank of the job is |
+    | stop(signal): the rank got a signal    |                                             |
+    | ask: where is each rank of the job?    |                                             |
     """
 
     def __init__(self, hear: Callable[[int, Mapping[str, Any]], None]) -> None:
-        """`hear` gets the local rank and its message."""
+        """`hear`: receives each message of a rank, with the local rank."""
         self._hear = hear
         self._links: dict[int, Link] = {}
-        self.lost = b""  # what those hear that connect after the membership was lost
+        self.lost = b""  # the message for ranks that connect after the membership was lost
         self.address = ""
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Begin to listen. Nobody guesses the name, and other users are turned away."""
-        # An abstract name, which begins with a zero byte, leaves nothing in the file system, however the agent ends
+        """Start to listen. The name can't be guessed, and other users are turned away."""
+        # An abstract socket, whose name begins with a zero byte, leaves no file behind, however the agent ends
         self.address = f"\0rankup-{secrets.token_hex(16)}"
         self._server = await asyncio.start_unix_server(self._attend, self.address, limit=LONGEST)
 
@@ -271,20 +271,20 @@ class Links:
             while True:
                 self._hear(local_rank, await link.receive())
         except (ConnectionError, LookupError, TypeError, ValueError, OverflowError, asyncio.CancelledError):
-            pass  # the rank's process has ended, or the event loop: Python 3.11 prints a traceback of a task's end
+            pass  # the rank or the event loop has ended. Python 3.11 prints a traceback if CancelledError passes on
         finally:
             link.close()
             if self._links.get(local_rank) is link:
                 del self._links[local_rank]
 
     async def catch_up(self) -> None:
-        """Hear what ranks said that have ended. After a stall of this process the word of their end may come first: to
-        accept a connection and to read from it takes several turns of the event loop."""
+        """Read the last messages of ranks that have ended. After a stall of this process, their exit codes may arrive
+        first, because accepting a connection and reading from it takes several turns of the event loop."""
         for _ in range(10):
             await asyncio.sleep(0)
 
     def tell(self, kind: str, **values: Any) -> None:
-        """To all that are connected."""
+        """Send a message to all connected ranks."""
         if kind in ("lost", "gone"):
             self.lost = encode(kind, **values)
         for link in self._links.values():
@@ -301,19 +301,19 @@ def _of_this_user(sock: socket.socket) -> bool:
 
 
 class AgentLine:
-    """A rank's side of its line. `agent`: what its agent has put into RANKUP_AGENT. `hear`: gets what the others say,
-    by `receive`, as often as there is something to read at `fileno`. Raises OSError where the agent has ended."""
+    """A rank's connection to its agent. `agent`: the content of RANKUP_AGENT. `hear`: receives each message from
+    `receive`, to be called when `fileno` is readable. Raises OSError if the agent has ended."""
 
     def __init__(self, agent: Mapping[str, Any], hear: Callable[[Mapping[str, Any]], None]) -> None:
         self._hear, self._socket = hear, socket.socket(socket.AF_UNIX)
         self._socket.connect(agent["socket"])
-        self._socket.settimeout(SAY_S)  # an agent that is stopped reads nothing
-        self._lock, self._begun = threading.Lock(), b""  # of a message whose end has not come
+        self._socket.settimeout(SAY_S)  # a stopped agent reads nothing
+        self._lock, self._begun = threading.Lock(), b""  # `_begun`: the first part of a message that is incomplete
         self.fileno = self._socket.fileno()
         self.say("rank", local_rank=agent["local_rank"])
 
     def receive(self) -> bool:
-        """Hear what has come. Returns False where nothing more will."""
+        """Read the messages that have come. Returns False if no more will come."""
         try:
             data = self._socket.recv(1 << 16)
             *whole, self._begun = (self._begun + data).split(b"\n")
@@ -324,22 +324,22 @@ class AgentLine:
         return bool(data)
 
     def say(self, kind: str, **values: Any) -> bool:
-        """Any thread. Raises nothing. Returns False where it reached nobody."""
+        """Send a message to the agent, from any thread. Raises nothing. Returns False if the agent can't be reached."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(encode(kind, **values))
             return True
         return False
 
     def close(self) -> None:
-        """Leave, once the agent has heard what was said: it may see the end of this process before. Takes SAY_S at most
-        for each message that comes meanwhile. Raises OSError where the agent has ended."""
+        """Close once the agent has read all messages. Otherwise it might see the end of this process first. Takes at
+        most SAY_S for each message that comes meanwhile. Raises OSError if the agent has ended."""
         self._socket.shutdown(socket.SHUT_WR)
         while self.receive():
             pass
 
 
 def tell_agent(agent: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Say how this rank ends, which has no line to its agent. `agent`: see `AgentLine`. `end`: see `End.message`."""
+    """Tell the agent how this rank ends, without an open line. `agent`: see `AgentLine`. `end`: see `End.message`."""
     with contextlib.suppress(OSError):
         line = AgentLine(agent, lambda message: None)
         line.say("end", **end)

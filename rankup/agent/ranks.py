@@ -1,5 +1,5 @@
-"""This node's ranks: start them with all variables that torchrun sets, tell them to leave, look at them. No torch
-here."""
+"""The ranks of this node: starts them with all variables that torchrun sets, watches them, and makes them leave. This
+file does not import torch."""
 
 import asyncio
 import contextlib
@@ -30,46 +30,47 @@ log = logging.getLogger("rankup")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `rankup launch` was asked for, see its help. `advice` is of a layer above."""
+    """The options of `rankup launch`; its help explains them. `advice` is a function of a higher layer."""
 
-    node: NodeEnv  # as the agent was started
+    node: NodeEnv  # this agent as its environment and options describe it
     script: Script
     run_dir: Path
-    advice: Callable[[str], str] = lambda tail: ""  # on a script's last lines
+    advice: Callable[[str], str] = lambda tail: ""  # gives advice for the last lines of a script
     join_timeout_s: float = 300.0
-    shared_dir: str = ""  # a folder or an address where all nodes can write
+    shared_dir: str = ""  # a folder or an address that all nodes can write to
     max_restarts: int = 3
-    max_failures: int | None = None  # of the ranks of one node, until it is left out
+    max_failures: int | None = None  # a node is left out after its ranks failed this often
     restart_on: frozenset[int] = frozenset()
     restart_args: tuple[str, ...] = ()
     stop_grace_s: float = 110.0
     work_dir: str = ""
-    fork: bool = True  # a script that imports rankup
-    stop_after: int | None = None  # a part of a replay ends after this step
+    fork: bool = True  # fork the ranks, if the script imports rankup
+    stop_after: int | None = None  # the last step of this part of a replay
 
 
 @dataclass(eq=False)
 class Rank:
-    """One rank of this node in one membership. `told` to leave, its code explains nothing."""
+    """One rank of this node in one membership. `told`: it was told to leave, so its exit code explains nothing."""
 
     local_rank: int
     number: int
     record: Record
     running: bool = True
     told: bool = False
-    said: End | None = None  # how it ends, in its own words
-    pump: Pump | None = None  # where the script does not import rankup
+    said: End | None = None  # the end that the rank itself reported
+    pump: Pump | None = None  # only for a script that does not import rankup
 
 
 class Ranks:
-    """Those of the last membership that this node was in, and the server that forks them. `node`: its numbers there.
-    `all_ended`: none runs."""
+    """The ranks that this node runs in its newest membership, and the fork server that starts them. `node`: this node's
+    numbers in that membership. `all_ended` is set while no rank runs."""
 
     def __init__(
         self, options: Options, *, say: Callable[..., bool], hear_stop: Callable[[str], None],
         begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], finish: Callable[[Verdict], None],
     ) -> None:
-        """`say`: to the leader. `hear_stop`: a rank got a signal. `begin`: a task. `finish`: the job is over."""
+        """`say` sends a message to the leader. `hear_stop` gets the name of a signal that a rank received. `begin`
+        starts a task. `finish` ends the job."""
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
         self.knows_us, self.host = self.script.imports_rankup, host_name()
         local_ranks = range(self.node.local_rank, self.node.local_rank + self.node.nproc)
@@ -81,13 +82,13 @@ class Ranks:
             on_start=self._announce, on_end=lambda local, code: begin(self._hear_end(self.ranks[local], code)),
             on_warning=log.warning, on_gone=self._forget_server,
         )
-        self.interface: dict[str, str] = {}  # variables that name it
+        self.interface: dict[str, str] = {}  # variables that name the network interface
         self.all_ended = asyncio.Event()
         self.all_ended.set()
         self._commit: dict[str, Any] = {}
         self._leaving: asyncio.Task[None] | None = None
-        self._passed_on = ""  # the newest signal that they got
-        self._for_change = False  # it only asks them to stop for another membership
+        self._passed_on = ""  # the newest signal that was passed on to the ranks
+        self._for_change = False  # that signal only asks the ranks to stop for another membership
         self._oom_kills = oom_kills()
 
     async def open(self) -> None:
@@ -96,12 +97,11 @@ class Ranks:
             await self.links.open()
 
     def close(self) -> None:
-        """Once all have ended."""
         self.server.close()
         self.links.close()
 
     @property
-    def stopping(self) -> bool:  # for good
+    def stopping(self) -> bool:  # True if the job ends, not only this membership
         return bool(self._passed_on) and not self._for_change
 
     @property
@@ -109,26 +109,26 @@ class Ranks:
         return [rank for rank in self.ranks if rank.running]
 
     def running_records(self) -> Mapping[int, Record]:
-        """Of those that run, by rank."""
+        """The records of the running ranks, by rank."""
         return {rank.number: rank.record for rank in self.running}
 
     def _start_server(self) -> None:
-        """It imports torch while the agents meet."""
+        """Start the fork server early, so that it imports torch while the agents meet."""
         fork, (preload, folder) = self.knows_us and self.options.fork, self.script.own_imports()
         env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.server.start(self.script.safe_imports(), env=env, preload=preload, folder=folder, fork=fork)
 
     def _forget_server(self) -> None:
         if self.server.ready.is_set():
-            log.warning("the process that forks the ranks was killed, and they with it")
+            log.warning("the process that forks the ranks was killed, and the ranks with it")
             self._start_server()
-        else:  # it has not even imported torch: nor would the next
+        else:  # it was killed while it imported torch, and the next server would be too
             self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
 
     # The start of a membership --------------------------------------------------------------------------------------
 
     def start(self, commit: dict[str, Any], *, token: str) -> None:
-        """`token`: this member's."""
+        """Start this node's ranks of a new membership. `commit`: the leader's message. `token`: this member's id."""
         for text in (commit.get("why"), commit.get("change")):
             if text:
                 log.warning("%s", text)
@@ -136,7 +136,7 @@ class Ranks:
             self._passed_on, self._for_change = "", False
         if self.node.limits is not None:
             used = (commit.get("basis") or NONE)["used"]
-            if token not in used:  # its last ranks may still run: their ends are no news of this membership
+            if token not in used:  # ranks of an earlier membership may still run; their ends do not matter now
                 log.info("this node is a spare: it waits until a node is needed")
                 return
             self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])
@@ -147,7 +147,7 @@ class Ranks:
         self.ranks = [Rank(local, first + local, Record.new(first + local)) for local in range(self.node.nproc)]
         for rank in self.ranks:
             self._start(rank)
-        if self._passed_on:  # it came before they were there
+        if self._passed_on:  # the signal came before these ranks started
             self._signal(self._passed_on, told=not self.knows_us)
 
     def _start(self, rank: Rank) -> None:
@@ -169,23 +169,23 @@ class Ranks:
             os.close(output)
 
     def _environment(self, rank: Rank) -> dict[str, str]:
-        """What a rank finds: all that torchrun sets, with torchrun's meaning, and one variable of ours. All else stays.
+        """Return the environment of a rank: the agent's own, all that torchrun sets, and RANKUP_AGENT.
 
-        TORCHELASTIC_RUN_ID makes Lightning and torch take the process for one of torchrun's, also where Slurm's
-        variables are there too, and LOCAL_RANK keeps Accelerate and Transformers from starting processes of their own.
-        """
+        The variables of torchrun mean what they mean there. TORCHELASTIC_RUN_ID makes Lightning and torch treat the
+        process as one of torchrun's, even under Slurm. LOCAL_RANK stops Accelerate and Transformers from starting
+        processes of their own."""
         commit, node, local = self._commit, self.node, self.node.local_world_size
-        # A script that imports rankup may know our settings by the environment, as where its cache lies
+        # A script that imports rankup may read our settings from the environment, such as RANKUP_CACHE
         hidden = ("PET_", SECRET_FILE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default = {
-            # torchrun takes one thread, whatever the machine has
+            # torchrun always sets one thread, however many CPUs there are
             "OMP_NUM_THREADS": max(1, int(cpu_quota() // local)),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
-            "PYTHONUNBUFFERED": 1,  # its output may be a pipe: lines would come in blocks, and the last not at all
-            "PYTHONFAULTHANDLER": 1,  # a crash in a library's own code leaves the Python stack in the log
+            "PYTHONUNBUFFERED": 1,  # a pipe would otherwise get lines in blocks, and lose the last block in a crash
+            "PYTHONFAULTHANDLER": 1,  # a crash in native code leaves the Python stack in the log
         }
-        # Before those that are there: the shell may hold the variables of an earlier torchrun
+        # These override the inherited variables: the shell may hold those of an earlier torchrun
         set_by_torchrun = {
             "RANK": rank.number, "LOCAL_RANK": node.local_rank + rank.local_rank, "WORLD_SIZE": node.world_size,
             "LOCAL_WORLD_SIZE": local, "GROUP_RANK": node.node_rank, "GROUP_WORLD_SIZE": node.num_nodes,
@@ -193,13 +193,13 @@ class Ranks:
             "MASTER_ADDR": node.master_addr, "MASTER_PORT": commit["port"],
             "TORCHELASTIC_RESTART_COUNT": commit["restarts"],
             "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
-            # A script's @record (torch) writes its error there, for the user: nothing here reads it
+            # torch's decorator @record writes the script's error there for the user; rankup does not read it
             "TORCHELASTIC_ERROR_FILE": (self.run_dir / f"logs/error-rank-{rank.number}.json").absolute(),
-            "TORCHELASTIC_USE_AGENT_STORE": commit.get("store"),  # else the script's rank 0 opens one at that port
+            "TORCHELASTIC_USE_AGENT_STORE": commit.get("store"),  # else the script's rank 0 opens a store there
         }
         ours = {}
         if self.knows_us:
-            if node.limits is not None:  # of many nodes it would be too long for a variable
+            if node.limits is not None:  # the full basis of many nodes would be too long for a variable
                 commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
             ours["RANKUP_AGENT"] = json.dumps({
                 "commit": commit, "record": rank.record.path, "socket": self.links.address,
@@ -210,29 +210,29 @@ class Ranks:
 
     def _announce(self, local_rank: int, pid: int) -> None:
         if not self.knows_us:
-            with contextlib.suppress(OSError):  # it costs only that nobody can ask
+            with contextlib.suppress(OSError):  # without this line `rankup stacks` cannot ask the rank
                 announce_stacks(self.run_dir, self.ranks[local_rank].number, self.node.world_size, pid)
 
-    # What is heard of them ------------------------------------------------------------------------------------------
+    # What the ranks report ------------------------------------------------------------------------------------------
 
     def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
-        """What a rank says that imports rankup."""
+        """Handle a message of a rank whose script imports rankup."""
         rank = self.ranks[local_rank]
         if message["is"] == "end" and rank.running:
-            # At once: its process may take a while to end, and the others wait for it
+            # Tell the leader now: the process may take a while to end, and the other ranks wait for it
             rank.said = End.read(message, self.host)
             if rank.said.code != FINISHED:
                 self.say("ending", n=self._commit["n"], **rank.said.message())
         elif message["is"] == "ask":
             self.say("ask")
         elif message["is"] == "stop" and message["signal"] in SIGNALS and not (self._passed_on or rank.told):
-            self.hear_stop(message["signal"])  # else it was our SIGTERM
+            self.hear_stop(message["signal"])  # otherwise the rank only reports the SIGTERM that we sent
 
     async def _hear_end(self, rank: Rank, code: int) -> None:
-        reap_orphans()  # of ranks that ended before; a container's first process inherits them
+        reap_orphans()  # a container's first process inherits orphans of ranks that have ended
         await self.links.catch_up()
         if (pump := rank.pump) is not None:
-            # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
+            # A process that the rank left behind may hold its output open, and an unread terminal costs PRINT_S
             await in_thread(lambda: pump.thread.join(timing.PRINT_S + timing.LAST_WORD_S))
         self._ended(rank, code)
 
@@ -248,7 +248,7 @@ class Ranks:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.pump is not None and code != FINISHED:
             cause = last_exception(rank.pump.tail)
-            if not cause and code == FAULT and rank.pump.last_error:  # maybe of `sys.exit("text")`
+            if not cause and code == FAULT and rank.pump.last_error:  # perhaps from `sys.exit("text")`
                 cause = f"stderr: {rank.pump.last_error}"
         end = End(rank.number, self.host, code, cause, record.step, rank.told, suspect)
         if rank.pump is not None:
@@ -263,18 +263,18 @@ class Ranks:
     # Leaving --------------------------------------------------------------------------------------------------------
 
     def leave_soon(self, *, node_lost: bool = False) -> None:
-        """`node_lost`: the reason is known, and no rank of a script that does not import rankup has more to say."""
+        """Begin to end this node's ranks. `node_lost`: the cause is known; a script without rankup gets no notice."""
         if self._leaving is None or self._leaving.done():
             notice_s = 0.0 if node_lost and not self.knows_us else timing.UNNOTICED_S
             self._leaving = self.begin(self._leave(notice_s))
 
     async def left(self) -> None:
-        """Once those that were told to leave, or were killed for it, have ended."""
+        """Wait until the ranks that were told to leave have ended."""
         if self._leaving is not None:
             await self._leaving
 
     async def _leave(self, notice_s: float) -> None:
-        """They get `notice_s` to find out by themselves, then SIGTERM, then SIGKILL."""
+        """Give the ranks `notice_s` to notice the loss by themselves, then send SIGTERM, then SIGKILL."""
         settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S
         if self._passed_on in ("SIGTERM", "SIGINT"):
             settle_s += self.options.stop_grace_s
@@ -290,28 +290,28 @@ class Ranks:
         await self.end()
 
     async def end(self) -> None:
-        """Kill those that still run, and return once all have ended."""
+        """Kill the ranks that still run, and return when all have ended."""
         for rank in self.running:
             rank.told = True
             self.server.signal(rank.local_rank, signal.SIGKILL)
         if not await self.ended_within(timing.KILL_S):
-            for rank in self.running:  # it waits for a dead disk, and ends when the disk answers
+            for rank in self.running:  # its process waits for a dead disk, and ends when the disk answers
                 self._ended(rank, PEER_LOST)
 
     async def ended_within(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):  # `wait_for` takes several turns, in which others may start
+            async with asyncio.timeout(timeout_s):  # `wait_for` takes several turns of the loop: others may act
                 await self.all_ended.wait()
                 return True
         return self.all_ended.is_set()
 
     def pass_on(self, name: str, *, change: bool = False) -> None:
-        """Somebody asks the job to stop by that signal; with `change` only for another membership."""
+        """Pass on the signal `name`, which asks the job to stop. `change`: it only makes way for another membership."""
         self._for_change = change and (self._for_change or not self._passed_on)
         if self._passed_on in (name, "SIGTERM", "SIGINT"):
             return
         self._passed_on, running = name, len(self.running)
-        if running or not change:  # a spare has none
+        if running or not change:  # a spare has no ranks, and prints nothing
             why = "nodes change: " if change else ""
             log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
         self._signal(name, told=not self.knows_us)
@@ -319,11 +319,11 @@ class Ranks:
             self.begin(self._kill_after(self.options.stop_grace_s, f"{name} (--stop-grace-s)"))
 
     def _signal(self, name: str, *, told: bool) -> None:
-        """To every rank that runs, at once. `told`: its code says nothing from now on, as that of a script that was
-        asked to stop; one that imports rankup says by its code what became of that."""
+        """Send a signal to every running rank at once. `told`: from now on the ranks' exit codes explain nothing. A
+        script that imports rankup is not `told` when it is asked to stop: its exit code says how the stop went."""
         for rank in self.running:
             if told and rank.said is not None and rank.said.code != FINISHED:
-                continue  # it ends by itself, and its code says why
+                continue  # it is about to end by itself, and its code says why
             rank.told = rank.told or told
-            # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
+            # Always SIGTERM for a script with rankup: Python that has just started ends on it without a traceback
             self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))

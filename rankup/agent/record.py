@@ -1,8 +1,8 @@
-"""Where a rank is, as a record in memory that outlives it: phase, step, deadline and place. No torch here.
+"""Where a rank is, as a record in shared memory that outlives the rank: phase, step, deadline and place in the program.
 
-A record lies in a file without a name. The agent makes it, or a rank without an agent. The rank writes it without a
-system call; the agent can read it at any time, also after the rank was killed. One number goes the other way: the step
-at which to stop.
+A record is a memory file without a name (memfd). The agent creates it, or the rank itself if it has no agent. The rank
+writes it without a system call, and the agent can read it at any time, even after the rank was killed. The agent writes
+only the step at which to stop. This file does not import torch.
 """
 
 import ctypes
@@ -23,27 +23,28 @@ class _Phase(ctypes.Structure):
 
 
 class PhaseClock:
-    """Adds up seconds by phase: where the time of an attempt went. One thread enters phases, any thread may read.
+    """A clock that adds up seconds by phase, to show where the time of an attempt went. One thread enters phases; any
+    thread may read the sums.
 
-    What steps have waited for their batches counts as a phase of its own, "data"."""
+    The time that steps wait for their batches counts as a phase of its own, "data"."""
 
     def __init__(self, phase: str) -> None:
         self._data_s = 0.0
-        # In one tuple, as a reader may come between two assignments: seconds by phase, the present one, and its begin
+        # Seconds by phase, the present phase, its beginning: in one tuple, which a reader can never see half written
         self._now: tuple[dict[str, float], str, float] = {}, phase, time.monotonic()
 
     def enter(self, phase: str) -> None:
-        """End the present phase, and begin another one, or the same one anew. Takes a µs."""
+        """End the present phase and begin `phase`, which may be the same one again. Takes 1 µs."""
         now_s = time.monotonic()
         self._now = self._until(now_s), phase, now_s
 
     def wait_for_data(self, taken_s: float) -> None:
-        """A step has just waited so long for its batch. A phase in between keeps its own time."""
+        """Note that a step has just waited `taken_s` for its batch. Another phase within that wait keeps its time."""
         _, _, since_s = self._now
         self._data_s += min(taken_s, time.monotonic() - since_s)
 
     def seconds(self) -> dict[str, float]:
-        """The seconds so far by phase, the present phase included. They add up to the age of this clock."""
+        """Return the seconds so far by phase, including the present phase. They add up to the age of this clock."""
         found = self._until(time.monotonic())
         data_s = min(self._data_s, found.get("step", 0.0))
         return {**found, "step": found.get("step", 0.0) - data_s, "data": data_s}
@@ -54,16 +55,15 @@ class PhaseClock:
 
 
 class Record(ctypes.Structure):
-    """What is known of a rank, in memory that it shares with its agent, or a copy of that. In the machine's own
-    alignment a number is written as a whole. A phase is one copy of 80 bytes, which no other thread of the rank can
-    come between. Times are in seconds of this machine's `time.monotonic()`.
+    """What a rank shares with its agent in memory, or a copy of that memory. Each number is aligned, so it is written
+    in one piece. A phase is written as one copy of 80 bytes, which no other thread of the rank can interrupt. Times are
+    in seconds of this machine's `time.monotonic()`.
 
-    `step`: the one that it has begun last, at `began_s`. `stop`: the step before which to stop; `confirmed`: which of
-    those is confirmed. `signed_s`: its last sign of life, 0 before it was started. `waiting`: for other ranks, which
-    are to blame then. `finished`: all its work.
+    `step`: the newest step that the rank has begun, at `began_s`. `stop`: the step before which to stop. `confirmed`:
+    the value of `stop` that all nodes confirmed. `signed_s`: the last sign of life, 0 before the first one. `waiting`:
+    the rank waits for other ranks, so they are to blame for a delay. `finished`: the rank has done all its work.
 
-    `clock`: of the phases of this process. `entered`: the present one, and its timeout.
-    """
+    `clock`: adds up the phases of this process. `entered`: the present phase and its timeout."""
 
     _fields_ = (
         ("rank", ctypes.c_int64), ("waiting", ctypes.c_bool), ("step", ctypes.c_int64), ("began_s", ctypes.c_double),
@@ -84,8 +84,8 @@ class Record(ctypes.Structure):
 
     @classmethod
     def at(cls, path: str) -> "Record":
-        """The one that another process has there, see `path`. Raises OSError where it can't be reached."""
-        # In another namespace of processes the same path may be somebody's file, which must stay as it is
+        """Open the record of another process at its `path`. Raises OSError if it can't be reached."""
+        # In another PID namespace the same path may be a file of some other process, which must not be touched
         if f"memfd:{NAME}" not in os.readlink(path):
             raise FileNotFoundError(path)
         with open(path, "r+b") as file:
@@ -99,13 +99,13 @@ class Record(ctypes.Structure):
 
     @property
     def path(self) -> str:
-        """Where other processes find it, as long as this one has it."""
+        """The path by which other processes open this record, while this process keeps it open."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     # What others read -----------------------------------------------------------------------------------------------
 
     def read(self) -> "Record":
-        """A copy, which stays as it is."""
+        """Return a copy that no longer changes."""
         return Record.from_buffer_copy(self)
 
     @property
@@ -114,23 +114,23 @@ class Record(ctypes.Structure):
 
     @property
     def entered_s(self) -> float:
-        """When it entered the phase, or began the step."""
+        """When the rank entered its phase or began its step, whichever is later."""
         return float(max(self._phase.entered_s, self.began_s))
 
     @property
     def timeout_s(self) -> float:
-        """How long the phase may take."""
+        """How long the phase may take, in seconds."""
         return float(self._phase.timeout_s)
 
     @property
     def until_s(self) -> float:
-        """The deadline."""
+        """The deadline of the phase."""
         return float(self._phase.entered_s + self._phase.timeout_s)
 
     def sign(self) -> dict[str, Any]:
-        """Where the rank is, for others: `for_s` is how long it has been there, `ago_s` how long ago it lived."""
+        """Return where the rank is. `for_s`: seconds in this phase or step. `ago_s`: seconds since its sign of life."""
         now_s, place = time.monotonic(), self._place.decode(errors="replace")
-        # Before a script has imported rankup, and in one that does not, nobody gives signs of life
+        # A script that has not imported rankup, or never does, gives no signs of life
         lived_s = now_s if self.phase in ("start", "script") else max(self.signed_s, self.entered_s)
         return {
             "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting, "place": place,
@@ -140,33 +140,33 @@ class Record(ctypes.Structure):
     # What the rank writes -------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Say that `step` begins now, in the present phase."""
+        """Write that `step` begins now, within the present phase."""
         self.step, self.began_s = step, time.monotonic()
 
     def begin_anew(self, step: int) -> None:
-        """The same, and that the phase begins anew with it, see `enter`."""
-        # Not by `struct`, which fills all with zeros first: the agent would read step 0
+        """Write that `step` begins now, and that the present phase and its timeout begin again with it."""
+        # `struct` would fill the memory with zeros first, and the agent could read step 0
         self.waiting, self.step, now_s = False, step, time.monotonic()
         self._phase.entered_s = self.began_s = now_s
 
     def may_begin(self, step: int) -> bool | None:
-        """Say that `step` begins. Returns False where the rank has to stop instead, and None where it has to ask again
-        in a moment: the members have not agreed yet."""
+        """Write that `step` begins, and return whether it may. False: the rank must stop before it. None: the members
+        have not agreed yet, so the rank must ask again in a moment."""
         if self.step != step:
             self.begin(step)
-        stop: int = self.stop  # after the step was written, see `ask_to_stop`
+        stop: int = self.stop  # read only after the step was written, see `ask_to_stop`
         if step < stop:
             return True
         return None if self.confirmed != stop else False
 
     def enter(self, phase: str, timeout_s: float = NO_LIMIT, *, since_s: float | None = None) -> None:
-        """Begin another phase, or the same one anew. One thread at a time. `since_s`: it began then."""
+        """Begin `phase`, which may be the present one again. One thread at a time. `since_s`: when it began (now)."""
         self.clock.enter(phase)
         began_s = time.monotonic() if since_s is None else since_s
         self._write(began_s, timeout_s, phase)
 
     def extend(self, timeout_s: float) -> None:
-        """Move the deadline of the same phase to `timeout_s` seconds from now."""
+        """Move the deadline of the present phase to `timeout_s` seconds from now."""
         entered_s = self._phase.entered_s
         self._write(entered_s, time.monotonic() - entered_s + timeout_s, self.phase)
 
@@ -175,17 +175,17 @@ class Record(ctypes.Structure):
         self._phase = _Phase(entered_s, timeout_s, phase.encode(errors="replace")[:64])
 
     def give_sign(self, place: str) -> None:
-        """Say that this rank lives, and where in the program it is. Any thread."""
+        """Write that this rank is alive, and its place in the program. Any thread may call this."""
         self._place = place.encode(errors="replace")[:256]
         self.signed_s = time.monotonic()
 
     # What its agent writes ------------------------------------------------------------------------------------------
 
     def ask_to_stop(self, step: int) -> int:
-        """Let the rank wait before `step`. Returns the step that it has begun last.
+        """Make the rank wait before `step`. Returns the newest step that the rank has begun.
 
-        Each side writes its own number and then reads the other's, so that at least one of them sees both. Where this
-        returns less than `step`, the rank will not pass it. `confirmed` says that no rank of the job passes it.
+        The agent and the rank each write their own number and then read the other's, so at least one of them sees both.
+        If this returns less than `step`, the rank will not begin `step`. `confirmed` says that no rank of the job will.
         """
         self.stop = step
         begun: int = self.step
@@ -194,31 +194,31 @@ class Record(ctypes.Structure):
 
 # How all ranks stop before the same step ------------------------------------------------------------------------------
 
-MARGIN = 2  # steps beyond the furthest rank, where all are asked to stop; doubled at each refusal
+MARGIN = 2  # all ranks are asked to stop this many steps after the furthest rank; doubled at each refusal
 
 
 class StopAgreement:
-    """The leader's side. A rank writes the step that it is about to begin, then reads the step before which to stop
-    (`may_begin`); a member writes the latter, then reads the former (`ask_to_stop`). So nobody waits in a step. A rank
-    that is not there REACH_S later keeps the last finished step, and leaves.
+    """The leader's side of the agreement. A rank writes the step that it is about to begin, then reads the step before
+    which to stop (`may_begin`). A member writes the step to stop at, then reads the rank's step (`ask_to_stop`). So no
+    rank waits inside a step. A rank that has not come so far after REACH_S keeps its last finished step and leaves.
 
-    | prepare(n, stop)        | leader | let your ranks wait before step `stop`, and say how far they are         |
-    | standing(n, step)       | member | the furthest step that a rank of mine has begun, with `stop` before it   |
-    | confirm(n, stop)        | leader | no rank has begun `stop`, and so none will: stop before it               |
+    | prepare(n, stop)        | leader | make your ranks wait before step `stop`, and report how far they are     |
+    | standing(n, step)       | member | the furthest step that one of my ranks has begun, after I wrote `stop`   |
+    | confirm(n, stop)        | leader | no rank has begun `stop`, and none will: stop before it                  |
 
-    `step`: before which to stop, the first one for no other purpose than to hear where all are. `confirmed`: no rank
-    will pass it.
+    `step`: the step before which to stop. Its first value, 0, only asks how far all ranks are. `confirmed`: no rank
+    will begin `step`.
     """
 
     def __init__(self, members: Iterable[object]) -> None:
         self.members = frozenset(members)
         self.step, self.confirmed = 0, False
-        self._margin, self._answers = MARGIN, dict[object, int]()  # to the question about `step`
+        self._margin, self._answers = MARGIN, dict[object, int]()  # the answer of each member about `step`
 
     def hear(self, member: object, *, step: int) -> bool:
-        """A member's `standing`, which answers each question once. Returns whether all have answered: then there is
-        another step to prepare, or this one to confirm."""
-        if member not in self.members:  # spares are asked too
+        """Take a member's `standing`; each question gets one. Returns whether all have answered. The leader then
+        confirms `step` if `confirmed` is set, and otherwise prepares the new `step`."""
+        if member not in self.members:  # a spare, which is asked too
             return False
         self._answers[member] = step
         if len(self._answers) < len(self.members):

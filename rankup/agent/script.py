@@ -1,4 +1,4 @@
-"""The user's script: which file it is, what must be the same of it on all nodes, its command line. No torch here."""
+"""The user's script: its file, its imports, its command line, and what all nodes must have in common. No torch here."""
 
 import ast
 import contextlib
@@ -16,10 +16,10 @@ from pathlib import Path
 
 from rankup.errors import UserError
 
-# As a script of old declares it, which got its local rank as an argument
+# How a script declares the argument --local_rank, which older versions of torch's launcher passed
 DECLARES_LOCAL_RANK = re.compile(r"""["']--(local[_-]rank)["']""")
 
-# Installed packages that start no threads and open no device while they are imported
+# Installed packages whose import starts no threads and opens no device
 SAFE = {
     "PIL", "fire", "fsspec", "numpy", "psutil", "pydantic", "safetensors", "tensorboard", "tokenizers", "torch",
     "torchvision", "tqdm", "transformers", "yaml",
@@ -28,8 +28,8 @@ SAFE = {
 
 @dataclass(frozen=True)
 class Script:
-    """`program`: -m and a module, or a file that any folder finds; `words`: its arguments. `file`: None where only
-    Python can find it. `name`: for messages. `run_name`: of a run that got no other one."""
+    """The user's script and its arguments. `program`: "-m" and a module, or an absolute path. `words`: the arguments.
+    `file`: None if only Python can find it. `name`: for messages. `run_name`: the default name of its run."""
 
     program: Sequence[str]
     words: Sequence[str]
@@ -39,19 +39,19 @@ class Script:
 
     @staticmethod
     def find(words: Sequence[str]) -> "Script":
-        """`words`: the script and its arguments, or -m, a module and those."""
+        """Find the script in `words`: its path and its arguments, or "-m", a module and its arguments."""
         if words[0] == "-m":
             return Script(words[:2], words[2:], _file_of(words[1]), f"-m {words[1]}", words[1])
         file = Path(words[0])
         return Script([str(file.absolute())], words[1:], file, file.name, file.stem)
 
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
-        """Raises UserError where there is none, and where its ranks would not find each other: Horovod without
-        HOROVOD_SIZE, which horovodrun sets, is a world of one in each process, and says nothing."""
-        if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises where it may not look
+        """Raise UserError if the script does not exist, or if its ranks would not find each other. Without
+        HOROVOD_SIZE, which horovodrun sets, Horovod silently makes each process a world of one."""
+        if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises if it lacks permission
             raise UserError(f"SCRIPT must be a file, got {self.file}: there is none.")
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
-        imports = _packages(self._tree.body)  # under a condition it may be one that never runs
+        imports = _packages(self._tree.body)  # only the top level: an import under a condition may never run
         if world_size > 1 and given != str(world_size) and not by_mpi and "horovod" in imports:
             raise UserError(
                 f"{self.name}: HOROVOD_SIZE must be {world_size} for its import of horovod, got {given or 'nothing'}: "
@@ -61,12 +61,12 @@ class Script:
 
     @functools.cached_property
     def imports_rankup(self) -> bool:
-        """Whether it, or a file of its own that it imports directly, imports rankup."""
+        """Whether the script imports rankup, or imports a file of its own that does."""
         trees = [self._tree, *(_parse(file) for file in self._neighbours if b"rankup" in _read(file))]
         return any("rankup" in _packages(ast.walk(tree)) for tree in trees)
 
     def must_match(self) -> dict[str, str]:
-        """What all nodes must have in common, by name: the script and its own imports."""
+        """Return what must be equal on all nodes, by name: versions, and digests of the script and its own imports."""
         torch = next((found.version for found in importlib.metadata.distributions(name="torch")), "not installed")
         return {
             "python version": ".".join(map(str, sys.version_info[:2])), "torch version": torch,
@@ -76,16 +76,16 @@ class Script:
         }
 
     def command(self, *, local_rank: int) -> list[str]:
-        """Python's words for it, with the local rank where it declares such an argument."""
+        """Return Python's arguments that start the script. They contain --local_rank if the script declares it."""
         found = DECLARES_LOCAL_RANK.search(_read(self.file).decode(errors="replace"))
         is_given = any(re.match(r"--local[_-]rank(=|$)", word) for word in self.words)
         more = [f"--{found[1]}={local_rank}"] if found and not is_given else []
         return [*self.program, *more, *self.words]
 
     def safe_imports(self) -> list[str]:
-        """What the server may import in its place: of its first imports, up to another statement, those of SAFE, also a
-        class of a module. A package is left out where the script would find one of the user's: in its folder, or in
-        the current one."""
+        """Return the names that the fork server may import for the script: modules or their attributes, from packages
+        in SAFE, from the imports that come before any other statement. A package is left out if the script would find a
+        module of the user with its name, in the script's folder or in the current one."""
         names: list[str] = []
         for statement in self._tree.body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -97,8 +97,8 @@ class Script:
         return list(dict.fromkeys(name for name in names if name.partition(".")[0] in safe))
 
     def own_imports(self) -> tuple[list[str], str]:
-        """What it lets the server import itself, by a line `__preload__ = ["package.module"]`, ".module" for one beside
-        it in a package; and the folder of the script, or of the package that it is part of."""
+        """Return the modules of `__preload__ = ["package.module"]` in the script, which the fork server may import, and
+        the folder that contains the script or its package. ".module" is a module in the script's package."""
         names: list[str] = []
         for statement in self._tree.body:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":
@@ -119,7 +119,7 @@ class Script:
 
     @functools.cached_property
     def _neighbours(self) -> list[Path]:
-        """The files of its own that its imports run: below the first folder of Python's path, or in its package."""
+        """The user's files that the script imports: below the first folder of sys.path, or in the script's package."""
         found = set[Path]()
         first = Path.cwd() if self.program[0] == "-m" else self._path.parent
         for level, name in _imports_of(ast.walk(self._tree)):
@@ -142,15 +142,15 @@ def _digest(*files: Path) -> str:
 
 
 def _parse(file: Path | None) -> ast.Module:
-    """Empty where Python itself says what is wrong with it."""
+    """Return the syntax tree, empty after a syntax error: Python reports the error when it runs the script."""
     with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they come when the script runs
+        warnings.simplefilter("ignore")  # Python shows them when the script runs
         return ast.parse(_read(file))
     return ast.parse("")
 
 
 def _imports_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    """(level, name) of all that these statements import."""
+    """Yield (level, name) of all that these statements import; the level is the number of leading dots."""
     for found in nodes:
         if isinstance(found, ast.Import):
             yield from ((0, alias.name) for alias in found.names)
@@ -159,16 +159,16 @@ def _imports_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
 
 
 def _packages(nodes: Iterable[ast.AST]) -> set[str]:
-    """The packages that they import and that are not the importer's own, as far as that shows."""
+    """Return the packages that these nodes import absolutely."""
     return {name.split(".")[0] for level, name in _imports_of(nodes) if level == 0}
 
 
 def _file_of(module: str) -> Path | None:
-    """The file that `python -m module` runs. Found without an import: a package's own code may be slow, or print."""
-    folders, name, file = [os.getcwd(), *sys.path], "", ""  # Python puts the current folder first for -m
+    """Find the file that `python -m module` runs, without an import: a package's code may be slow, or print."""
+    folders, name, file = [os.getcwd(), *sys.path], "", ""  # for -m Python puts the current folder first
     for part in (*module.split("."), "__main__"):
         name = f"{name}.{part}".strip(".")
-        # An editable install has a finder of its own, which knows whole names
+        # An editable install has its own finder, which takes the full name of a module
         others = (finder.find_spec(name, None) for finder in sys.meta_path if finder is not PathFinder)
         if (spec := PathFinder.find_spec(part, folders) or next(filter(None, others), None)) is None:
             return None

@@ -1,10 +1,10 @@
-"""If a job whose number of nodes may change is cut, at most one part goes on. No torch here.
+"""Votes of the nodes of an elastic job: if the network is cut, at most one part of the job goes on. Imports no torch.
 
-Each proposal carries its basis, on which the next one depends. A proposal needs a majority of the basis's `voters`, or
-a half (see `claims`), and at least one of the nodes in use, `used`, without whose ranks no earlier membership can go on
-(`ran`: those of the last committed one). All voters, with the spares, know a proposal before it is committed. A part of
-the job may not know the newest voters, so the earlier ones, `before`, have to agree too until a majority of both knows:
-of a proposal until it is committed, and if a spare has come or gone (as in Raft's joint consensus).
+Each proposal carries a basis, which says who may form the next membership: a majority of its `voters`, or half of them
+(see `claims`), with at least one of the nodes in use, `used`. Without that node's ranks an earlier membership can't run
+elsewhere. `ran`: the nodes that the last committed membership used. All voters, spares included, know a proposal before
+it is committed. A part of the job may not know the newest voters. Therefore the earlier ones, `before`, must agree too:
+until a proposal is committed, or until most of both groups know that a spare came or left (Raft's joint consensus).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,32 +17,32 @@ NONE: Basis = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}
 
 
 def age(basis: Mapping[str, Any]) -> tuple[int, ...]:
-    """The larger, the newer. A proposal is older than what was committed after the membership that it follows: a leader
-    that has not noticed yet who is cut off may propose again and again, with higher numbers."""
+    """Return a sort key, larger for newer bases. A proposal is older than any commit after the membership that it
+    follows, whatever its number, because a leader that is cut off may propose again and again with higher numbers."""
     follows = (basis.get("before") or [basis])[-1]
     return int(follows["n"]), int(basis["n"]), int(basis["v"])
 
 
 def knowledge(basis: Mapping[str, Any], token: str) -> dict[str, Any]:
-    """What somebody who leads or may lead says of itself. `n`: the newest number that it knows, `formed`: the newest
-    membership of which it knows that it was committed. Where it does not lead, none is `running`."""
+    """Return what an agent that leads or may lead says of itself. `n`: the highest number that it knows. `formed`: the
+    newest membership that it knows to be committed. `running` is False here, and leaders overwrite it."""
     formed = int(age(basis)[0])
     return {"token": token, "n": basis["n"], "formed": formed, "running": False, "job": basis["job"]}
 
 
 def same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two leaders, or a leader and a member, may be of one job: a new one has no id yet."""
+    """Return whether two agents may belong to one job. The job of an agent that has just started has no id yet."""
     return not one["job"] or not other["job"] or bool(one["job"] == other["job"])
 
 
 def electorates(basis: Basis) -> list[dict[str, Any]]:
-    """Whose majority is needed: `voters`, by token, of each membership `n` that may be the last one."""
+    """Return the groups whose majorities are needed: the `voters` of each membership `n` that may be the last."""
     return [{"n": basis["n"], "voters": basis["voters"]}, *basis.get("before", [])]
 
 
 def outvoted(basis: Basis, here: Collection[str], *, shared: bool) -> str:
-    """Why those that are here must not go on: the others might do so too. "" where they may. `shared`: all nodes share
-    a place."""
+    """Return why the nodes `here` must not go on, because the others might do so too, or "" if they may go on.
+    `shared`: whether the job has a `--shared-dir`."""
     ended = basis.get("left") or any(token in here for token in basis["used"])
     for each in electorates(basis):
         voters = each["voters"]
@@ -55,13 +55,13 @@ def outvoted(basis: Basis, here: Collection[str], *, shared: bool) -> str:
 
 
 def claims(basis: Basis, here: Collection[str]) -> set[int]:
-    """The memberships whose succession those that are here must own. Of two equal halves the one with the leader goes
-    on; where they share a place, the one that is the first to write there that it does."""
+    """Return the memberships in which the nodes `here` are no majority. To follow these they need a claim in
+    `--shared-dir`, and the first of two halves gets it. Without `--shared-dir`, the half with the leader goes on."""
     return {each["n"] for each in electorates(basis) if each["voters"] and not _is_majority(here, each["voters"])}
 
 
 def without(basis: Basis, token: str) -> dict[str, Any]:
-    """What changes where a node has left: it has no say any more, and its ranks have ended for good."""
+    """Return how the basis changes when a node has left: it has no vote any more, and its ranks have ended for good."""
     newest, *before = (
         {**each, "voters": [one for one in each["voters"] if one != token]} for each in electorates(basis)
     )
@@ -70,8 +70,8 @@ def without(basis: Basis, token: str) -> dict[str, Any]:
 
 
 def recount(basis: Basis, spares: Collection[str], knowing: Collection[str]) -> dict[str, Any]:
-    """What changes where spares that have come get a vote, or lost ones' end; {} where nothing does. One change at a
-    time: `knowing` is who knows of the last one."""
+    """Return how the basis changes when new spares get a vote or lost ones lose theirs; {} if nothing changes. Changes
+    come one at a time. `knowing`: the nodes that know the last one."""
     if not all(_is_majority(knowing, each["voters"]) for each in electorates(basis)):
         return {}
     if basis.get("before"):
@@ -86,8 +86,8 @@ def _is_majority(tokens: Collection[str], voters: Collection[str]) -> bool:
 
 
 def describe_change(last: Basis, new: Basis, seats: Iterable[Seat]) -> str:
-    """What membership `new` changes, for the log; "" where it has the same nodes. `seats`: of who is here or was lost,
-    who is here last."""
+    """Describe for the log what membership `new` changes; "" if it has the same nodes. `seats`: the lost members, then
+    those that are here."""
     old, used = {*new["ran"]}, {*new["used"]}
     if old == used:
         return ""

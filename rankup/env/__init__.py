@@ -1,1 +1,1 @@
-"""Who this process is, from the environment variables of whichever launcher started it. No torch here."""
+"""Who this process is, read from the environment variables of its launcher. This package does not import torch."""

@@ -1,7 +1,7 @@
-"""Who an agent of `rankup launch` is: which of the nodes, how many ranks it starts, where the agents meet. No torch.
+"""Who an agent of `rankup launch` is: its node's number, how many ranks it starts, and where the agents meet. No torch.
 
-RANK and WORLD_SIZE in the environment (compose, Slurm's tasks, PyTorchJob, an Indexed Job) count agents here.
-LOCAL_RANK counts the agents of one machine.
+RANK and WORLD_SIZE in the environment (compose, Slurm tasks, PyTorchJob, an Indexed Job) count agents here. LOCAL_RANK
+counts the agents of one machine.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from rankup.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many nodes are in use where their number may change. `wait_s`: how long to wait for more than `least`, at the
-    start and after a loss. `silent_s`: a node that gives no sign of life for so long is lost."""
+    """The bounds of a job whose number of nodes may change. `wait_s`: how long to wait for more than `least` nodes, at
+    the start and after a loss. `silent_s`: a node counts as lost after this long without a sign of life."""
 
     least: int
     most: int
@@ -25,21 +25,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class NodeEnv:
-    """One agent of a job; by default the only one. A machine may hold several agents: each is a node of the job."""
+    """One agent of a job; by default the only one. A machine may run several agents: each is a node of the job."""
 
     node_rank: int = 0
     num_nodes: int = 1
-    nproc: int = 1  # ranks that this agent starts, as each of the others does
-    local_rank: int = 0  # of the first of its ranks, among those of the machine
-    local_world_size: int = 1  # ranks of the machine
+    nproc: int = 1  # how many ranks each agent starts
+    local_rank: int = 0  # LOCAL_RANK of this agent's first rank
+    local_world_size: int = 1  # how many ranks run on this machine
     master_addr: str = "127.0.0.1"
-    master_port: int = 0  # 0 only for a single node, which chooses one
-    run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
-    limits: Limits | None = None  # `num_nodes` are then all that may be there, spares too
+    master_port: int = 0  # 0 only for a single node, which chooses a port itself
+    run_name: str | None = None  # the scheduler's job names the run, so that a requeued job resumes the same run
+    limits: Limits | None = None  # if set, `num_nodes` counts all nodes that may join, including spares
 
     @property
     def first_rank(self) -> int:
-        """The number of the first of this agent's ranks."""
+        """RANK of this agent's first rank."""
         return self.node_rank * self.nproc
 
     @property
@@ -52,34 +52,34 @@ def read_node_env(
     environ: Mapping[str, str], *, nnodes: int | None = None, nproc: int | None = None, node_rank: int | None = None,
     master_addr: str | None = None, master_port: int | None = None, limits: Limits | None = None,
 ) -> NodeEnv:
-    """Which agent is this? The others are options of `launch`: they beat the environment's address and port, but the
-    counts of both have to agree. With `limits` the environment's count of nodes may be any, and `nnodes` is of all that
-    may be there. Raises UserError where they differ, for half a set, and below a launcher that starts the ranks."""
+    """Read which agent this is, from `environ` and the options of `launch`. Options override the environment's address
+    and port, but counts must agree. With `limits`, `nnodes` is how many nodes may join, and any WORLD_SIZE is accepted.
+    Raises UserError for counts that differ, for an incomplete set, and under a launcher that starts ranks itself."""
     variables, per_pod = count_pods(environ, node_rank=node_rank)
     nproc = nproc or per_pod or 1
-    # Raises in a batch shell of several tasks, which is none of them
+    # Raises in the batch shell of several tasks, which is not a task itself
     is_task = "RANK" not in variables and (adopt_slurm(variables) or ("", {}))[0] == "slurm"
     where = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
     told = {name: str(value) for name, value in where.items() if value}
     if "RANK" not in variables and not is_task:
         index = variables.get("JOB_COMPLETION_INDEX", "0")
-        if nnodes == 1:  # each pod trains alone, as it was told
+        if nnodes == 1:  # the option says that each pod trains alone
             variables = {name: value for name, value in variables.items() if name != "JOB_COMPLETION_INDEX"}
         if (nnodes or 1) == 1:
-            told = {}  # a node alone needs no place to meet, and half a set is refused
+            told = {}  # a single node needs no address, and the address without RANK would be refused
         elif not master_addr and "MASTER_ADDR" not in variables:
             raise UserError("--master-addr must name node 0's machine when there are several nodes, got nothing.")
         else:
-            # Of one of several Jobs, as a JobSet has, the index does not count all pods
+            # In a JobSet, which has several Jobs, the index counts only the pods of one Job: --node-rank overrides it
             rank = index if node_rank is None else node_rank
             options = {"RANK": rank, "WORLD_SIZE": nnodes, "MASTER_PORT": PORT_OF_LAUNCH}
             variables = {**{name: str(value) for name, value in options.items()}, **variables}
-    if limits is not None and "RANK" in variables:  # who scales a job up has more pods or tasks than the options say
+    if limits is not None and "RANK" in variables:  # after scaling up there are more pods or tasks than the options say
         told["WORLD_SIZE"] = str(max(nnodes or 1, (count(variables, "RANK") or 0) + 1))
     env = read_rank_env({**variables, **told})
     if env.launcher in ("torchrun", "mpirun", "horovodrun", "launch"):
         raise UserError(
-            f"launch must be started once a node, got the environment of a rank of {env.launcher}, which starts the "
+            f"launch must be started once per node, got the environment of a rank of {env.launcher}, which starts the "
             "processes already. Start the script directly there."
         )
     for flag, option, number in (
@@ -87,11 +87,11 @@ def read_node_env(
     ):
         if option is not None and option != number:
             raise UserError(
-                f"{flag} must be {number}, as RANK={env.rank} and WORLD_SIZE={env.world_size} (from {env.launcher}), "
-                f"got {option}. Leave {flag} out; where nobody sets these variables, give --nnodes too."
+                f"{flag} must be {number} to match RANK={env.rank} and WORLD_SIZE={env.world_size} (from "
+                f"{env.launcher}), got {option}. Leave {flag} out; if nothing sets these variables, give --nnodes too."
             )
     return NodeEnv(
-        # Who sets LOCAL_RANK alone does not say how many agents the machine has: as many as that needs
+        # LOCAL_RANK without LOCAL_WORLD_SIZE: assume the smallest number of agents on this machine that it allows
         local_rank=env.local_rank * nproc, local_world_size=(env.local_world_size or env.local_rank + 1) * nproc,
         node_rank=env.rank, num_nodes=env.world_size if limits is None else nnodes or 1, nproc=nproc,
         master_addr=env.master_addr, master_port=env.master_port, run_name=env.run_name, limits=limits,

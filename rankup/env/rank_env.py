@@ -1,8 +1,8 @@
-"""Who this rank is: the environment of whichever launcher started it becomes a RankEnv or is refused. No torch here.
+"""Who this rank is: turns the environment of any launcher into a RankEnv, or refuses it. No torch here.
 
 A complete set (RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, and LOCAL_RANK, 0 by default) starts that rank. Nothing set
 starts one process. Without RANK, a launcher's own variables count if they certainly mean a rank. Setting only some of
-them is an error: otherwise a job could train alone on every node and report success.
+the five is an error: otherwise a job could train alone on every node and report success.
 """
 
 import contextlib
@@ -26,26 +26,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """Who this process is and where its group meets; by default one process that no launcher started."""
+    """Who this process is and where its group meets; by default a single process that no launcher started."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    local_world_size: int | None = 1  # None where the launcher does not say
+    local_world_size: int | None = 1  # None if the launcher does not set it
     master_addr: str = "127.0.0.1"
-    master_port: int = 0  # 0 only for a single process, which listens nowhere, and with `file`
-    launcher: str = "python"  # or "environment" (by hand), or the one that was recognised
-    run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
-    restart_count: int = 0  # restarts by torchrun or our agents; the requeues of a scheduler are not among them
-    agent: Mapping[str, Any] | None = None  # how this rank reaches its agent, and what that says of the others
-    agent_store: bool = False  # an agent already listens on master_port: rank 0 connects to it like the others
-    file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
-    attempt: str = ""  # the id of this attempt where an agent gave one: it looks for it in status.json
-    start: str = ""  # names a start whose containers an engine restarts by itself
+    master_port: int = 0  # 0 only for a single process, which does not listen, and with `file`
+    launcher: str = "python"  # "environment" if the variables were set by hand, or the launcher's name
+    run_name: str | None = None  # the scheduler's job names the run, so that a requeued job resumes the same run
+    restart_count: int = 0  # restarts by torchrun or our agents, without the requeues of a scheduler
+    agent: Mapping[str, Any] | None = None  # how this rank reaches its agent, and the membership as the agent knows it
+    agent_store: bool = False  # an agent serves the store on master_port, so rank 0 connects like the other ranks
+    file: str = ""  # the file in which rank 0 writes its address, in place of master_addr and master_port
+    attempt: str = ""  # this attempt's id if an agent gave one; the agent looks for it in status.json
+    start: str = ""  # an id of this start, for containers that the engine restarts by itself
 
     @property
     def distributed(self) -> bool:
-        """Was a rank given? A complete set with WORLD_SIZE=1 is a group of one, and True."""
+        """Whether a launcher gave this process a rank. A complete set with WORLD_SIZE=1 is a group of one, so True."""
         return self.launcher != "python"
 
 
@@ -53,9 +53,9 @@ class RankEnv:
 
 
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
-    """Who is this process? Raises UserError where the environment does not say."""
+    """Read who this process is. Raises UserError if the environment describes neither a rank nor a single process."""
     given = {name: environ[name] for name in (*FIVE, "LOCAL_WORLD_SIZE", "RANKUP_FILE") if name in environ}
-    if "RANKUP_AGENT" in environ:  # its ranks inherit what is left of an earlier torchrun in the shell
+    if "RANKUP_AGENT" in environ:  # checked first: ranks may inherit variables of an earlier torchrun from the shell
         launcher, values = "launch", given
     elif "RANK" in environ:
         by_torchrun = {"TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"} <= environ.keys()
@@ -64,7 +64,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
         launcher, derived = found
         where = {name: text for name, text in given.items() if name.startswith("MASTER_")}
         values = {**given, **derived, **where}
-    else:  # half a set is no single process: the check names what is missing
+    else:  # a part of the five does not mean a single process: `_checked` names what is missing
         launcher, values = "environment" if given else "python", given
     more = _checked(values) if launcher != "python" else {}
     if agent := json.loads(environ.get("RANKUP_AGENT", "null")):
@@ -77,14 +77,14 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
 
 
 def _run_name(environ: Mapping[str, str]) -> str | None:
-    """The number of Slurm's job, which a requeue keeps; in an array the array's number and the task's."""
+    """Return a run name from the id of the Slurm job, which a requeue keeps; for an array, its id and the task's."""
     if index := environ.get("SLURM_ARRAY_TASK_ID"):
         return f"slurm-{environ.get('SLURM_ARRAY_JOB_ID')}_{index}"
     return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
 
 
 def _checked(values: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of RankEnv. Raises UserError for what is missing, and for what can't be."""
+    """Return the fields of RankEnv. Raises UserError for missing and for impossible values."""
     meets = () if values.get("RANKUP_FILE") else ("MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in ("RANK", "WORLD_SIZE", *meets) if not values.get(name)]:
         raise UserError(
@@ -108,28 +108,28 @@ def _checked(values: Mapping[str, str]) -> dict[str, Any]:
 def with_options(
     environ: Mapping[str, str], *, init_method: str = "", rank: int | None = None, world_size: int | None = None
 ) -> Mapping[str, str]:
-    """`environ` and the variables that these options stand for. Raises UserError for a URL of another kind, and where
-    a variable is set already."""
-    if world_size is not None and rank is None:  # a launcher's own count would win, and nobody would notice
+    """Return `environ` with the variables that these options stand for. Raises UserError for an unknown kind of URL,
+    and if a variable is set already."""
+    if world_size is not None and rank is None:  # a launcher's own count would silently override it
         raise UserError(f"--world-size must come with --rank, got {world_size} alone.")
     told = _parse_url(init_method) if init_method else {}
     told |= {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
     for name in told:
         if name in environ:
             raise UserError(
-                f"--init-method, --rank, --world-size must be left out where {name}={environ[name]} is set. Keep one."
+                f"--init-method, --rank, --world-size must be left out if {name}={environ[name]} is set. Keep one."
             )
     return {**environ, **told}
 
 
 def _parse_url(url: str) -> dict[str, str]:
-    """With `file:///path` rank 0 opens a free port and writes its address into that file, which is removed once all
-    have met: torch's own file store waits without end where an earlier run left a file."""
+    """Return the variables that a URL stands for. For `file:///path` rank 0 opens a free port and writes its address
+    into that file, until all have met: torch's own file store hangs if an earlier run left its file."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
         path = Path(urllib.parse.unquote(parts.path))
         if not path.parent.is_dir() or path.is_dir():
-            raise UserError(f"--init-method must name a file in a folder that exists and all ranks see, got {path}.")
+            raise UserError(f"--init-method must name a file in an existing folder that all ranks see, got {path}.")
         return {"RANKUP_FILE": str(path)}
     address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@]+):([0-9]+)/?", parts.netloc + parts.path)
     if parts.scheme == "tcp" and address and not parts.query:
@@ -138,7 +138,7 @@ def _parse_url(url: str) -> dict[str, str]:
 
 
 def cache_folder() -> str:
-    """Where the user wants downloads to be kept, or an empty string."""
+    """Return the folder in which the user wants to keep downloads, or an empty string."""
     return os.environ.get("RANKUP_CACHE", "")
 
 
@@ -146,25 +146,25 @@ def cache_folder() -> str:
 
 
 def describe(env: RankEnv) -> str:
-    """One line: which rank this is, where the group meets, and who started it."""
+    """Return one line that says which rank this is, where the group meets, and which launcher started it."""
     if not env.distributed:
         return "rank 0 of 1: a single process, because no launcher gave a rank"
     local = f"local {env.local_rank}" + (f" of {env.local_world_size}" if env.local_world_size else "")
     host = f"[{env.master_addr}]" if ":" in env.master_addr else env.master_addr
-    meets = f"meeting by {env.file}" if env.file else f"master {host}:{env.master_port}"
+    meets = f"meeting through {env.file}" if env.file else f"master {host}:{env.master_port}"
     return f"rank {env.rank} of {env.world_size} ({local}), {meets}; from {env.launcher}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 4, 6, 7] -> "0-2, 4, 6-7"."""
-    # In a range each number is as far from its place among all as the one before it
+    """Write numbers as ranges: [0, 1, 2, 4, 6, 7] -> "0-2, 4, 6-7"."""
+    # Within a range, each number minus its index gives the same difference
     parts = [[number for _, number in part]
              for _, part in groupby(enumerate(sorted(numbers)), key=lambda placed: placed[1] - placed[0])]
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def holders(pairs: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
-    """Of ranks and what they have: which ranks have each value."""
+    """Return which ranks have each value. `pairs`: each rank and its value."""
     found: dict[T, list[int]] = {}
     for rank, value in pairs:
         found.setdefault(value, []).append(rank)
@@ -172,7 +172,7 @@ def holders(pairs: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this name or address means "this machine" on every machine."""
+    """Return whether this name or address means "this machine" on every machine."""
     ip = _ip(host)
     return host.lower() in ("localhost", "ip6-localhost") if ip is None else ip.is_loopback or ip.is_unspecified
 

@@ -1,1 +1,1 @@
-"""What keeps a loop exact: batches, seeds, live state, the commit. `rankup.loop.job` combines them."""
+"""The parts that make a loop exact: batches, tracked state, commits, saves. `rankup.loop.job` combines them."""

@@ -1,9 +1,9 @@
-"""Finds silent corruption: ranks that must hold the same state compare a digest of it every few steps and before each
-save. If it differs, all ranks end, and the next attempt goes on from the newest copy.
+"""Finds silent corruption: ranks that must hold equal states compare digests of them every few steps and before each
+save. If the digests differ, all ranks end, and the next attempt resumes from the newest copy.
 
-With three ranks or more the majority shows which rank is wrong. With two ranks one comparison cannot tell: the next
-attempt compares after each step until it is past that one. If the fault comes again, a further attempt shows which rank
-differs from its own earlier digest. `corruption.md` says what a comparison does not see, and what `recompute` is for.
+With three or more ranks, the majority shows which rank is wrong. With two ranks, one comparison can't tell. The next
+attempt then compares after each step until it has passed the faulty one. If the fault comes again, a further attempt
+shows which rank differs from its own earlier digest. `corruption.md` says what comparisons miss, and why `recompute`.
 """
 
 import json
@@ -26,14 +26,14 @@ from rankup.state.run import Run
 from rankup.state.tree import place_of
 from rankup.timing import SHARE
 
-FIRST = 10  # steps before the first comparison, and between two at least
-RECORD = "disagreements.jsonl"  # in the folder of the run, where there was one
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
+FIRST = 10  # steps before the first comparison, and at least between two comparisons
+RECORD = "disagreements.jsonl"  # in the folder of the run, after the first disagreement
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes per element
 
 
 def digests_of(items: dict[str, Any]) -> dict[str, int]:
-    """Digests of the parameters of all modules and the tensors of all optimizers in `items`, by this rank's place in
-    the mesh that splits them: ranks with equal places hold equal parts. Waits for the device."""
+    """Return digests of all modules' parameters and all optimizers' tensors in `items`, by this rank's place in the
+    mesh that splits the tensors: ranks at equal places hold equal parts. Waits for the device."""
     by_place: dict[str, list[torch.Tensor]] = {}
     for tensor in _tensors(items):
         place, local = list[int](), tensor
@@ -55,8 +55,8 @@ def _tensors(items: dict[str, Any]) -> Iterator[Any]:
 
 
 def _digest(tensors: list[torch.Tensor]) -> int:
-    """A number of 64 bits. One flipped bit always changes it: `torch.hash_tensor` is the exclusive or of all elements;
-    an odd factor for each tensor keeps two of them from being exchanged unseen."""
+    """Return a digest of 63 bits. `torch.hash_tensor` is the XOR of all elements: one flipped bit changes it, except
+    the top bit of an 8-byte element. The odd factor of each tensor reveals two tensors that have been swapped."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.numel():
@@ -67,7 +67,7 @@ def _digest(tensors: list[torch.Tensor]) -> int:
 
 
 def odd_ones(values: Sequence[int]) -> list[int]:
-    """The ranks whose value is not that of the majority; all that differ from rank 0's where there is none, with it."""
+    """Return the ranks whose value differs from the majority's, or all ranks if values differ without a majority."""
     (common, count), *_ = Counter(values).most_common()
     if count == len(values):
         return []
@@ -75,7 +75,7 @@ def odd_ones(values: Sequence[int]) -> list[int]:
 
 
 def differing(found: Sequence[dict[str, int]]) -> list[int]:
-    """The ranks that differ from the others of their place. `found`: what `digests_of` returned on each rank."""
+    """Return the ranks that differ from the other ranks at their place. `found`: each rank's `digests_of`."""
     odd = set[int]()
     for place in set[str]().union(*found):
         ranks = [rank for rank, digests in enumerate(found) if place in digests]
@@ -84,23 +84,23 @@ def differing(found: Sequence[dict[str, int]]) -> list[int]:
 
 
 class Agreement:
-    """Compares the state of the ranks. All ranks make the same calls at the same steps."""
+    """Compares the states of the ranks. All ranks make the same calls at the same steps."""
 
     def __init__(self, group: Group, run: Run, items: dict[str, Any], *, every: int | None) -> None:
-        """`items`: the tracked ones. `every`: steps between two comparisons; 0 for none, None for so many that they
-        take `SHARE` of the time."""
+        """`items`: the tracked items. `every`: steps between two comparisons; 0 turns them off, None spaces them so
+        that they take `SHARE` of the time."""
         self.deciding = threading.Lock()  # held while the ranks find out whether their states are sound
-        self.wrong = False  # what this rank holds may be wrong
-        self.next = math.inf  # the step from which on to compare
-        self.rest_at = math.inf  # the step after which to compare what is no weight
+        self.wrong = False  # whether this rank's state may be wrong
+        self.next = math.inf  # the next comparison is due at this step
+        self.rest_at = math.inf  # the step after which `compare_rest` is due
         self.group, self._items, self._run, self._parts = group, items, run.lineage.run, run.parts
         self._path = group.run_dir / RECORD
         self._every = 0 if group.world_size == 1 else every
-        self._earlier: dict[int, dict[str, Any]] = {}  # what the attempts before left in the record, by step
+        self._earlier: dict[int, dict[str, Any]] = {}  # rows that earlier attempts left in the record, by step
         self._compared, self._since_s, self._cost_s = -1, 0.0, 0.0
 
     def begin(self, step: int) -> None:
-        """The run stands at `step`."""
+        """Start to compare in a run that stands at `step`."""
         self._since_s, self._compared = time.monotonic(), step
         if self._every == 0:
             return
@@ -110,26 +110,25 @@ class Agreement:
         self.next = step + (1 if self._earlier else self._every or FIRST)
 
     def _read(self) -> list[dict[str, Any]]:
-        """The rows of this run and number of ranks."""
+        """Read the record's rows of this run with this number of ranks."""
         try:
             with open_regular(self._path) as file:
                 rows = [json.loads(line) for line in file]
             return [{name: row[name] for name in ("step", "sound", "digests", "odd")} for row in rows
                     if row["run"] == self._run and len(row.get("digests", ())) == self.group.world_size]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # it only helps to name a rank
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # the record only helps to name a rank
             return []
 
     def compare(self, step: int) -> None:
-        """Compare the state of the last commit, that of `step`. Raises PeerLost, which names who is wrong, where it
-        differs."""
+        """Compare the state of the last commit, of `step`. If it differs, raises PeerLost and names the wrong ranks."""
         if self._every == 0 or step == self._compared:
             return
         if self.group.device.type == "cuda":
-            torch.cuda.synchronize(self.group.device)  # what was queued before is not the cost of this
+            torch.cuda.synchronize(self.group.device)  # don't count work queued earlier as the cost of the comparison
         began_s = time.monotonic()
         own, steps = digests_of(self._items), step - self._compared
         step_s = max((began_s - self._since_s) / steps, 1e-6)
-        # What the last one cost in all: to wait for the others takes longer than a small model's digest
+        # The last comparison's whole cost: for a small model, waiting for other ranks takes longer than the digest
         cost_s = max(self._cost_s, time.monotonic() - began_s)
         pause = self._every or max(FIRST, math.ceil(cost_s / SHARE / step_s))
         with self.deciding:
@@ -142,7 +141,7 @@ class Agreement:
         before = self._earlier.pop(step, None)
         self.next = step + (1 if self._earlier else max(pauses))
         if before is not None and before["sound"] == step - 1:
-            # The states before this step were sound, so that each rank's own is compared with its repetition
+            # The states before this step were sound, so each rank's old digest must equal that of the repeated step
             before["odd"] = [rank for rank, value in enumerate(before["digests"]) if value != values[rank]]
         if odd:
             if before is not None and before["odd"] and len(odd) > 1:
@@ -150,29 +149,30 @@ class Agreement:
             what = "is not in the state of the other ranks" if len(odd) == 1 else "are in different states"
             if before is not None:
                 what += (
-                    ". It has been so before: a lasting fault, or machines of different kinds, for which "
-                    "compare_every_steps=0 turns the comparison off"
+                    ". They differed at this step before: a lasting fault, or machines of different kinds, for which "
+                    "compare_every_steps=0 turns comparisons off"
                 )
             raise self._lost(step, odd, f"after step {step}", what, digests=values, sound=sound)
         if before is not None and self.group.is_rank0:
             self.group.log.warning(
-                f"silent corruption: step {step} came out well this time. {self._names(before['odd'], ' or ')} was "
+                f"silent corruption: step {step} was computed correctly this time. "
+                f"{self._names(before['odd'], ' or ')} was "
                 "wrong before: watch that machine, and run rankup doctor there"
             )
 
     def compare_rest(self, own: dict[str, str]) -> None:
-        """Say once in an attempt what differs, and that a copy holds it as one rank has it. `own`: digests by name."""
+        """Warn once per attempt of items that differ: a copy holds one rank's version. `own`: digests by name."""
         found = self.group.gather(own)
         odd = [name for name in own if len({each.get(name) for each in found}) > 1]
         if odd and self.group.is_rank0:
             self.group.log.warning(
-                f"track: the ranks differ in {' and '.join(odd)}, and a resume gives all what one rank has. Make "
-                "that equal before job.step ends, or leave it out"
+                f"track: the ranks differ in {' and '.join(odd)}, and a resume gives all ranks the values of one. Make "
+                "them equal before job.step ends, or don't track them"
             )
 
     def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any, *, step: int, split: bool) -> None:
-        """Compare what every rank computes from rank 0's `batch`, see `Job.recompute`. `split`: FSDP2 has split a
-        module. Raises PeerLost, which names who is wrong, where it differs."""
+        """Compare what every rank computes from rank 0's `batch`, see `Job.recompute`. `split`: whether FSDP2 has split
+        a module. If a result differs, raises PeerLost, which names the wrong ranks."""
         if self.group.world_size == 1:
             return
         batch = self.group.broadcast_tensors(batch)
@@ -181,10 +181,10 @@ class Agreement:
             return
         second = self.group.gather(self._computed(loss, batch, step, split))
         unsteady = [rank for rank, value in enumerate(second) if value != first[rank]]
-        if 2 * len(unsteady) > self.group.world_size:  # not all of them are broken
+        if 2 * len(unsteady) > self.group.world_size:  # most machines can't be broken: the loss itself varies
             if self.group.is_rank0:
                 self.group.log.warning(
-                    "recompute: the loss must give the same bits each time, got others on most ranks. Call "
+                    "recompute: the loss must give the same bits each time, got other bits on most ranks. Call "
                     "torch.use_deterministic_algorithms(True)"
                 )
             return
@@ -194,8 +194,8 @@ class Agreement:
         raise self._lost(step, unsteady or odd, f"before step {step + 1}", what, computed=first, again=second)
 
     def _computed(self, loss: Callable[[Any], torch.Tensor], batch: Any, step: int, split: bool) -> int:
-        """A digest of the loss and of its gradients; of the loss alone where modules are `split`, as gradients are
-        summed over the ranks there. Buffers and random numbers are afterwards as before."""
+        """Return a digest of the loss and its gradients; if modules are `split`, of the loss alone, because FSDP2 sums
+        gradients over ranks. Restores buffers and random state."""
         modules = [item for item in self._items.values() if isinstance(item, nn.Module)]
         parameters = [each for module in modules for each in module.parameters() if each.requires_grad and not split]
         with state_kept(self.group.device, modules), torch.set_grad_enabled(bool(parameters)):
@@ -205,7 +205,7 @@ class Agreement:
         return _digest([value, *(each for each in gradients if each is not None)])
 
     def _distrust(self) -> None:
-        """This rank rescues nothing from now on, and its parts in memory go. While `deciding` is held."""
+        """Rescue nothing on this rank from now on, and drop its parts in memory. The caller holds `deciding`."""
         self.wrong = True
         self._parts.distrust()
 
@@ -213,7 +213,7 @@ class Agreement:
         return between.join(f"rank {rank} on {self.group.hosts[rank]}" for rank in ranks)
 
     def _lost(self, step: int, odd: list[int], when: str, what: str, **more: Any) -> PeerLost:
-        """The error where the ranks `odd` differ from the others. Rank 0 also adds a row to the record."""
+        """Return the error for the ranks `odd`, which differ from the others. Rank 0 also adds a row to the record."""
         group = self.group
         row = {"run": self._run, "step": step, "odd": odd, **more, "hosts": [*group.hosts], "device": str(group.device),
                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -221,7 +221,7 @@ class Agreement:
             try:
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(f"{json.dumps(row)}\n")
-            except OSError as error:  # then the next attempt knows nothing of it
+            except OSError as error:  # the next attempt will not know of this disagreement
                 group.log.warning(f"{self._path}: {error.strerror}")
         return PeerLost(
             f"silent corruption {when}: {self._names(odd)} {what}. The job goes on from the newest copy.",

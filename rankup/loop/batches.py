@@ -1,10 +1,11 @@
-"""The batches of a user's loader: which part of each this rank gets, and how to resume in the middle of an epoch.
+"""The batches of a user's loader: which part of each batch this rank gets, and how to resume inside an epoch.
 
-A batch of a DataLoader is a global batch: the loader's own batch sampler draws it, equally on all ranks, and each rank
-takes its part. A sampler that splits by itself (DistributedSampler) stays as it is.
+A batch of a DataLoader is a global batch: all ranks draw the same one with the loader's own batch sampler, and each
+rank takes its part. A sampler that already splits the data (DistributedSampler) is used as it is.
 
-To resume, a DataLoader of a map-style data set draws its order again, an object with a state_dict loads its own state,
-and any other iterable loads the earlier batches and drops them. A generator can't do that, and is an error.
+After a resume, rankup draws the order of a DataLoader of a map-style data set again, restores the state of a loader
+that has a state_dict, and loads and drops the earlier batches of any other iterable. A generator can't start again, and
+is an error.
 """
 
 import hashlib
@@ -26,38 +27,37 @@ from rankup.loop.tracked import has_state
 from rankup.loop.workers import Workers
 from rankup.seeds import derive_seed, drawn_apart, host_state_kept, seed_host
 
-NO_ORDER = "Set any_order=True where the order of its batches does not matter."
-EVALUATION = -1  # in place of the epoch
+NO_ORDER = "Set any_order=True if the order of its batches does not matter."
+EVALUATION = -1  # takes the place of the epoch
 ALIKE = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
     "multiprocessing_context", "persistent_workers",
 )
 END = object()
-# For evaluations, by the user's loader: its workers outlive one
+# For evaluations, by the user's loader: persistent workers outlive one evaluation
 _evaluating: "weakref.WeakKeyDictionary[Any, _Fed]" = weakref.WeakKeyDictionary()
 
 
 def part_of(batch: Sequence[Any], rank: int, world_size: int) -> tuple[list[Any], float]:
-    """This rank's part of a global batch, and its weight. Parts differ by one sample at most, the larger ones first.
-
-    A rank without a sample gets the first one with the weight 0: it has to take part in the backward pass.
-    """
+    """Return this rank's part of a global batch, and its weight. Parts differ by one sample at most; lower ranks get
+    the larger parts. A rank without a sample gets the batch's first sample with the weight 0, because every rank must
+    take part in the backward pass."""
     size, more = divmod(len(batch), world_size)
     begin, count = rank * size + min(rank, more), size + (rank < more)
     return [*batch[begin : begin + count]] or [batch[0]], count * world_size / len(batch)
 
 
 def splits(loader: Any) -> bool:
-    """Whether the loader's sampler gives each rank its own samples already."""
+    """Return whether the loader's sampler already gives each rank its own samples."""
     return any(hasattr(each, "num_replicas") and hasattr(each, "rank") for each in _samplers(loader))
 
 
 class Source:
-    """Any iterable: each rank gets what it yields there.
+    """Reads any iterable. Each rank gets everything that its own iterable yields.
 
-    `replays`: False where the order does not matter. `tells`: it can be asked for its state, as torchdata's
-    StatefulDataLoader of an IterableDataset. `fingerprint`: of the order that was opened last, to be equal on all
-    ranks; "" where ranks may differ.
+    `replays`: False if the order does not matter. `tells`: whether the loader has a state, like torchdata's
+    StatefulDataLoader of an IterableDataset. `fingerprint`: a digest of the newest order, which must be equal on all
+    ranks, or "" if ranks may differ.
     """
 
     fingerprint = ""
@@ -68,15 +68,15 @@ class Source:
         self.in_process = not getattr(loader, "num_workers", 0)
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
-        """This rank's batches of an epoch with their weights, from number `skip` on.
+        """Iterate over this rank's batches of an epoch with their weights, without the first `skip` batches.
 
-        `seed`: of this pass over the loader. `state`: what the loader said of itself after batch `skip`, None at the
-        beginning. A weight is this rank's part of the global batch, times the number of ranks.
+        `seed`: the seed of this pass over the loader. `state`: the loader's state after `skip` batches, None at the
+        beginning. A weight is this rank's share of the global batch, times the number of ranks.
         """
         _prepare(self.loader, seed, epoch)
         own, first = derive_seed(seed, self.rank), 0
-        seed_host(own)  # workers get their seeds from it
-        # A copy that another rank has rescued holds the state of its loader alone
+        seed_host(own)  # DataLoader workers derive their seeds from this state
+        # The state may be missing: a copy that another rank rescued has only the state of that rank's loader
         if self.tells and state is not None:
             self.loader.load_state_dict(state)
             first = skip
@@ -84,7 +84,7 @@ class Source:
 
     def _read(self, iterator: Iterator[Any], seed: int, first: int, skip: int) -> Iterator[tuple[Any, float]]:
         for number in count(first):
-            if self.in_process:  # loading may draw random numbers, whatever the training drew meanwhile
+            if self.in_process:  # random numbers for loading must not depend on what the training drew meanwhile
                 seed_host(seed + number)
             if (batch := next(iterator, END)) is END:
                 return
@@ -93,11 +93,11 @@ class Source:
 
 
 class Split(Source):
-    """A DataLoader that batches a map-style data set. Its batch sampler is iterated here, in the main process."""
+    """Reads a DataLoader that batches a map-style data set, and iterates over its batch sampler in the main process."""
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
         super().__init__(loader, rank)
-        self.tells = False  # its order is drawn again
+        self.tells = False  # a resume draws the order again
         self._share = (0, 1) if splits(loader) else (rank, world_size)
         self._fed, self._checked = _Fed(loader), False
 
@@ -107,7 +107,7 @@ class Split(Source):
         return ((batch, weights.popleft()) for batch in self._fed.read(parts, seed))
 
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
-        """The samples' numbers, a global batch at a time."""
+        """Iterate over the global batches, each a list of sample indices."""
         _prepare(self.loader, seed, epoch)
         drawn = drawn_apart(self.loader.batch_sampler, seed)
         first, kinds = next(drawn), [type(each) for each in _samplers(self.loader)]
@@ -117,7 +117,7 @@ class Split(Source):
             drawn = drawn_apart(self.loader.batch_sampler, seed)
             if _digest(first) != _digest(next(drawn)):
                 raise UserError(
-                    f"batches: {own[-1]} must draw the same batches again under the same seed, got others. Draw from "
+                    f"batches: {own[-1]} must draw the same batches for the same seed, got different ones. Draw from "
                     f"random, numpy.random or torch without a generator of your own. {NO_ORDER}"
                 )
         self._checked = True
@@ -125,7 +125,7 @@ class Split(Source):
         return chain(first, chain.from_iterable(drawn))
 
     def _split(self, drawn: Iterable[Any], weights: deque[float]) -> Iterator[Any]:
-        """This rank's part of each batch, for the DataLoader; their weights, in the same order, go to `weights`."""
+        """Iterate over this rank's parts of the batches, and append their weights to `weights` in the same order."""
         rank, world_size = self._share
         for batch in drawn:
             part, weight = part_of(batch, rank, world_size) if world_size > 1 else (batch, 1.0)
@@ -134,7 +134,7 @@ class Split(Source):
 
 
 def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> Source:
-    """How to read `loader`. Raises UserError, in one line, for what can't be replayed, and for what can't be split."""
+    """Return the Source that reads `loader`. Raises UserError for a loader that can't be replayed or can't be split."""
     if any_order:
         return Source(loader, rank, replays=False)
     map_style, stateful = _is_map_style(loader), has_state(loader)
@@ -150,18 +150,18 @@ def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> So
         return Source(loader, rank)
     if iter(loader) is loader:
         raise UserError(
-            f"batches: the loader must be one that can be iterated from the beginning, got {type(loader).__name__}, "
-            f"which can be neither replayed nor asked for its state. Give it state_dict and load_state_dict. {NO_ORDER}"
+            f"batches: the loader must be an iterable that can start again, got {type(loader).__name__}, which can "
+            f"neither start again nor return its state. Give it state_dict and load_state_dict. {NO_ORDER}"
         )
     return Source(loader, rank)
 
 
 def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool) -> Iterator[tuple[Any, float]]:
-    """This rank's batches of an evaluation, each sample once over all ranks, with their weights: 1.0, or 0.0 for one
-    that only keeps this rank busy (`pad`). The random state is as before between them.
+    """Iterate over this rank's batches of an evaluation with their weights: 1.0, or 0.0 for a batch that only keeps
+    this rank busy (`pad`). All ranks together get each sample once. Restores the random state after each batch.
 
-    The ranks take batches in turn, so that a batch is the same for every number of ranks. An iterable that is no
-    DataLoader of a map-style data set is read by all ranks, and each takes its turn.
+    The ranks take batches in turn, so that batches are the same for every number of ranks. If `loader` is no DataLoader
+    of a map-style data set, every rank reads all batches, and uses its own.
     """
     seed, num_own = derive_seed(seed, EVALUATION), math.inf
     batches: Iterator[Any]
@@ -172,7 +172,7 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
             batches = islice(Workers(loader), rank, None, world_size)
         else:
             sampler = loader.batch_sampler
-            if splits(loader):  # it may repeat samples, so that all ranks get as many
+            if splits(loader):  # the sampler may repeat samples, so that all ranks get the same number
                 sampler = BatchSampler(range(len(loader.dataset)), loader.batch_size or 1, drop_last=False)
             every = list(sampler)
             own = every[rank::world_size]
@@ -194,8 +194,8 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
 
 
 class _Given:
-    """Takes a sampler's place. It does not know its DataLoader: in a cycle workers would live until garbage is
-    collected."""
+    """Takes the place of a batch sampler. It has no reference to its DataLoader: in a reference cycle, workers would
+    live until the next garbage collection."""
 
     parts: Iterator[Any] = iter(())
 
@@ -204,17 +204,17 @@ class _Given:
 
 
 class _Fed:
-    """A DataLoader as `loader`, of the parts that it is given, in place of those of its sampler."""
+    """A DataLoader with the settings of `loader`, which loads the batches given to `read` instead of its sampler's."""
 
     def __init__(self, loader: Any) -> None:
         self._given, self._workers = _Given(), loader.num_workers > 0
         dataset: Any = _Seeded(loader.dataset) if self._workers else loader.dataset
         alike: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
-        # The default generator would be drawn from, for the workers' seeds
+        # Without its own generator, a DataLoader draws the workers' seeds from the default one
         self._own = DataLoader(dataset, batch_sampler=self._given, generator=torch.Generator(), **alike)
 
     def read(self, parts: Iterator[Any], seed: int) -> Iterator[Any]:
-        """The batches of these parts. Workers live longer than an epoch: the seed comes with the samples."""
+        """Load the batches of `parts`. Workers may outlive an epoch, so the seed travels with each sample."""
         self._given.parts = parts
         if self._workers:
             self._given.parts = ([(seed, index) for index in part] for part in parts)
@@ -223,8 +223,8 @@ class _Fed:
 
 
 class _Seeded:
-    """The data set in worker processes: random numbers of a sample depend on the seed and the sample alone, whichever
-    worker loads it."""
+    """The data set in worker processes. The random numbers for a sample depend only on the seed and the sample,
+    whichever worker loads it."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -250,14 +250,14 @@ def _is_map_style(loader: Any) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """The loader's samplers, the outermost first."""
+    """Return the loader's samplers, outermost first."""
     outer = getattr(loader, "batch_sampler", None)
     found = [outer, getattr(loader, "sampler", None), getattr(outer, "sampler", None)]
     return [each for number, each in enumerate(found) if each is not None and each not in found[:number]]
 
 
 def _prepare(loader: Any, seed: int, epoch: int) -> None:
-    """Tell the epoch to whoever wants to know it, and seed the loader's own generators."""
+    """Call each `set_epoch` of the loader, its samplers and its data set, and seed their generators."""
     for each in (loader, *_samplers(loader), getattr(loader, "dataset", None)):
         if hasattr(each, "set_epoch"):
             each.set_epoch(epoch)
@@ -274,30 +274,30 @@ def _digest(batches: list[Any]) -> str:
 
 
 def at_stop_iteration() -> bool:
-    """Whether the user's `except StopIteration` runs just now. A resumed loop comes there once for all passes that are
-    over, so nothing can tell which of them its code has followed."""
+    """Return whether the user's `except StopIteration` block is running. A resumed loop runs that block once for all
+    finished passes, so rankup can't tell which of these passes it followed."""
     return isinstance(sys.exc_info()[1], StopIteration)
 
 
 class Batches:
-    """What `job.batches` returns: to be iterated once an epoch. `len()` is the number of batches of a whole epoch.
-    `weight`: `job.weight` for the newest batch of this loader, where several are read together."""
+    """What `job.batches` returns. Iterate over it once per epoch. `len()` is the number of batches in a whole epoch.
+    `weight`: `job.weight` for the newest batch of this loader, if a loop reads several loaders together."""
 
     def __init__(self, job: Any, source: Source) -> None:
-        """`job`: a `rankup.loop.job.Job`, which imports this."""
+        """`job`: a `rankup.loop.job.Job`, whose module imports this one."""
         self._job, self._source, self.weight, self._reused = job, source, 1.0, False
 
     def __len__(self) -> int:
         return len(self._source.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # `except StopIteration` asks for the batch after a pass that is over, where `for` goes through all in turn
+        # After a resume, `for` loops visit finished passes too, without batches. `except StopIteration` skips them
         while not (yield from self._pass()) and at_stop_iteration():
             pass
 
     def _pass(self) -> Generator[Any, None, bool]:
-        """The batches of the next pass. Returns False where a copy had all of them."""
-        # What a step needs is looked up here: by then nothing of it is in the processor's caches
+        """Yield the batches of the next pass. Returns False if the copy already had all of them."""
+        # Look up here what each step needs: during a step, the CPU's caches are cold
         job, source, live, group, clock = self._job, self._source, self._job.live, self._job.group, self._job.clock
         waited = group.watch.clock.wait_for_data
         job.begin()
@@ -309,10 +309,10 @@ class Batches:
                 "place a resumed run would not find. Build the loader once, above the loop."
             )
         number, state = live.begin_pass(self, source)
-        if number and not (again or live.running or live.fetched or live.has_epochs):  # what follows a pass has run
+        if number and not (again or live.running or live.fetched or live.has_epochs):  # code ran after the last pass
             job.tracked.check_unchanged(after_epoch=True)
             with job.commit_lock:
-                if number < known:  # again: the copy holds it
+                if number < known:  # that code has run a second time, and the copy already holds its changes
                     job.tracked.undo_schedules()
                 else:
                     job.commit()
@@ -321,13 +321,13 @@ class Batches:
         pairs = source.open(seed, epoch=live.epoch, skip=skip, state=state) if skip != OVER else iter(())
         if order := source.fingerprint:
             group.must_match("batches: the order of the samples", order, remedy=(
-                "A sampler must draw the same on all ranks, or split by itself as DistributedSampler does."
+                "A sampler must draw the same order on all ranks, or split the data as DistributedSampler does."
             ))
         position, streams = job.position, live.streams
         live.running.append(self)
         try:
             while True:
-                if live.fetched:  # a loop that has no job.step at all is refused here
+                if live.fetched:  # this check also refuses a loop without any job.step
                     job.tracked.check_unchanged(after_epoch=live.epoch != position.epoch)
                 elif group.stops_before(position.step):
                     raise job.stopped()
@@ -344,13 +344,13 @@ class Batches:
                 step = position.step
                 yield batch
                 if position.step > step + 1 and live.running[0] is self and not self._reused:
-                    self._reused = True  # said once
+                    self._reused = True  # warn once
                     group.log.warning(
-                        "batches: a batch took several steps, and a resume between them goes on with the next batch. "
+                        "batches: a batch took several steps, and a resume between them starts with the next batch. "
                         "Put them into one block of job.step"
                     )
                 if self.weight != 1.0 and not live.weight_asked:
-                    live.weight_asked = True  # said once
+                    live.weight_asked = True  # log once
                     group.log.info(
                         f"batches  a batch does not divide among {group.world_size} ranks: multiply the loss by "
                         "job.weight, or the gradients are not exactly those of the whole batch"

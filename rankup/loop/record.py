@@ -1,5 +1,4 @@
-"""Where a run stands and what it reports: `state.json` of a copy, training lines, evaluations, speed, slow ranks, the
-result."""
+"""The position of a run, and what the run reports: `state.json` of a copy, metrics, speed, slow ranks, the result."""
 
 import json
 import platform
@@ -21,24 +20,24 @@ from rankup.state.copies import STATE, Check
 from rankup.state.run import Run
 from rankup.state.saver import Options
 
-# Raise it when a field is added, removed or changes its meaning, and when random numbers are drawn in another way: no
-# generator's state is saved, each step, epoch and sample derives its own seed. A copy of another format is refused,
-# because the weights of the resumed run would change without a word.
+# Raise FORMAT if you add, remove or redefine a field, or change how random numbers are drawn. Copies hold no generator
+# state: each step, epoch and sample derives its own seed. rankup refuses a copy of another format, because the resumed
+# run would silently get other weights.
 FORMAT = 9
-OVER = -1  # in place of a pass's batches once it has ended: what its loader says of itself belongs to the next pass
+OVER = -1  # stands for the number of batches of a pass that has ended; its loader's state belongs to the next pass
 
 
 class Live:
-    """Where the loop stands since the last commit, and what it has yet to do again after a resume.
+    """The position of the loop, newer than the last commit, and what the loop still has to repeat after a resume.
 
-    `streams`, `loaders`: as in `Position`. `begun`: the `Batches` of these loaders. `sources`: of the passes that have
-    begun here, by number. `left`: of the others what their loader said of itself in the copy. `running`: the loops over
-    batches or steps that have not ended. `fetched`: batches since the last commit. `weight`: of the newest one.
-    `changes_to_repeat`: blocks of `job.change` that a copy holds already.
+    `streams`, `loaders`: as in `Position`. `begun`: the `Batches` of these loaders. `sources`: by number, the sources
+    of the passes that this attempt has begun. `left`: by number, the loader states in the copy for all other passes.
+    `running`: the loops over batches or steps that have not ended. `fetched`: batches since the last commit. `weight`:
+    the newest batch's. `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds.
     """
 
     def __init__(self, position: Position, states: list[Any]) -> None:
-        """`states`: of the loaders that can be asked for theirs, by pass; None for the others."""
+        """`states`: the loaders' states, by pass; None for a loader without one."""
         self.epoch, self.has_epochs = position.epoch, False
         self.streams, self.loaders = [*position.streams], [*position.loaders]
         self.begun, self.sources, self.tells = list[Any](), dict[int, Any](), bool(states)
@@ -52,7 +51,7 @@ class Live:
         self.streams, self.loaders, self.begun, self.sources, self.left = [], [], [], {}, {}
 
     def begin_pass(self, batches: Any, source: Any) -> tuple[int, Any]:
-        """The number of the pass over a loader that begins, its next one in the copy or a new one, and its state."""
+        """Return the number of the pass that begins, the loader's next one in the copy or a new one, and its state."""
         if batches not in self.begun:
             self.begun.append(batches)
         loader = self.begun.index(batches)
@@ -64,7 +63,7 @@ class Live:
         return number, self.left.pop(number, None)
 
     def loader_states(self) -> list[Any]:
-        """By pass what the loaders say of themselves that can be asked; empty where none can."""
+        """Return the loaders' states by pass, None for a loader without one; [] if no loader has a state."""
         if not self.tells:
             return []
         said = self.left | {n: each.loader.state_dict() if each.tells else None for n, each in self.sources.items()}
@@ -76,12 +75,12 @@ NAMES = {*(each.name for each in fields(Position)), "seed", "world_size", "versi
 
 
 def check_record(path: Path, record: dict[str, Any], *, more: Check) -> None:
-    """Raises UserError where the copy `path` is of another format, ValueError where a field is missing, and what `more`
+    """Raise UserError if the copy at `path` has another format, ValueError if a field is missing, and what `more`
     raises."""
     if (found := record.get("format")) != FORMAT:
         raise UserError(
-            f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Go on with the version of this "
-            "program that wrote it, or begin anew."
+            f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Resume with the version of this "
+            "program that wrote it, or start a new run."
         )
     if missing := sorted(NAMES - record.keys()):
         raise ValueError(f"{STATE}: {', '.join(missing)} missing")
@@ -90,10 +89,10 @@ def check_record(path: Path, record: dict[str, Any], *, more: Check) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Options):
-    """The arguments of `init`, and more that a program may set when it opens its job itself.
+    """The arguments of `rankup.init`, and options for a program that opens its job itself.
 
-    `share_all`: all ranks get rank 0's buffers of all modules, not only of modules in DDP. `tracker`:
-    mlflow or wandb, which gets the settings `shown`.
+    `share_all`: all ranks get rank 0's buffers for all modules, not only for modules in DDP. `tracker`: "mlflow",
+    "wandb" or "none". `shown`: the settings that the tracker gets.
     """
 
     seed: int
@@ -107,8 +106,8 @@ class Settings(Options):
 
 
 class Figures:
-    """Of one attempt. `course`: how the training goes. `clock`: where the time of this rank's steps goes. `metrics`:
-    the files. `goodput_line`: that of a result in words."""
+    """The figures of one attempt. `course`: the progress of the training. `clock`: how this rank's steps spend their
+    time. `metrics`: the metrics files. `goodput_line`: a function that puts a result's goodput into words."""
 
     goodput_line = staticmethod(one_line)
 
@@ -121,14 +120,14 @@ class Figures:
         self._reporter: Reporter | None = None
         self._tracker: Tracker | None = None
         if group.is_rank0 and run.finished:
-            self._follow()  # the tracker may lack something of it
+            self._follow()  # the tracker may lack values of the finished run
         elif group.is_rank0:
             self._reporter = Reporter(group, run.lineage.run, course)
 
     def open(self, commit: dict[str, Any], *, changed: bool) -> None:
-        """The run goes on from here: continue its files, of which this attempt is the owner. Rank 0 only. `commit`: of
-        the agents, where their number may change. `changed`: other ranks wrote the newest copy."""
-        # Beside a run that goes on it would be read as its end
+        """Continue the files of the run, which this attempt owns. Rank 0 only. `commit`: the agents' commit, if nodes
+        may come and go. `changed`: whether the newest copy has another number of ranks."""
+        # Remove an earlier result: readers would take it for the end of this run
         discard(self.group.run_dir / RESULT, check=self.run.owner.check)
         self.metrics = Metrics(
             self.group.run_dir, self._position, saved=Position.of(self.run.saved),
@@ -141,28 +140,28 @@ class Figures:
         self._follow()
 
     def _follow(self) -> None:
-        """From now on the tracker gets what it has not got."""
+        """Send the tracker the values that it lacks, and all later ones."""
         settings, run = self._settings, self.run.lineage.run
         if settings.tracker != "none":
             facts = Facts(settings.tracker, run, str(self.group.run_dir), settings.shown)
             self._tracker = Tracker(facts, self.group.log)
 
     def close(self, kind: type[BaseException] | None) -> None:
-        """The attempt ends, with an error of this type or with success. Raises UserError where the disk is full."""
+        """End the attempt, with an error of type `kind` or, if None, with success. Raises UserError on a full disk."""
         if self._reporter is not None:
             self._reporter.end(finished=kind is None)
         if self._tracker is not None:
             stopped = kind is not None and issubclass(kind, Stopped)
             self._tracker.end("finished" if kind is None else "stopped" if stopped else "failed")
-        self.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
+        self.metrics.close()  # TensorBoard's writer keeps up to two minutes of values in memory
 
     def line(self, number: int, values: dict[str, Any], *, weight: float) -> dict[str, Any]:
-        """The line of training of step `number`, which all ranks know. They all call this.
+        """Return the training line of step `number` on all ranks. All ranks call this.
 
-        Made before the step is finished: whoever goes on from the state of a rank that finished it can write the line.
+        It is made before the step is finished, so that an attempt that resumes from any rank's state can write it.
         `values`: see `Job.step`. `weight`: `Job.weight`.
         """
-        own = [number_of(value) for value in values.values()]  # this waits for the device
+        own = [number_of(value) for value in values.values()]  # waits for the device
         if not self._reports.load:
             self._reports.load = self.group.gather(weight)
         means = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
@@ -171,8 +170,8 @@ class Figures:
         return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s})
 
     def result(self, **values: Any) -> dict[str, Any]:
-        """Write `result.json` of a run that came to its end: `values`, beside what every run says. Returns all of it.
-        Rank 0 only. Raises UserError where the disk is full, and PeerLost where another attempt owns the run by now."""
+        """Write `result.json` of a finished run, with the usual fields and `values`, and return all of it. Rank 0 only.
+        Raises UserError on a full disk, and PeerLost if another attempt has taken the run."""
         group, run, position = self.group, self.run, self._position
         assert self._reporter is not None
         result = {
@@ -186,11 +185,11 @@ class Figures:
         return result
 
     def write(self, name: str, content: str) -> None:
-        """Write a file of the run. Rank 0 only. Raises as `result`."""
+        """Write a file of the run. Rank 0 only. Raises what `result` raises."""
         with disk_errors(name, self.group.run_dir, check := self.run.owner.check):
             write_atomically(self.group.run_dir / name, content, check=check)
 
 
 def number_of(value: Any) -> float:
-    """Of a scalar. Waits for the device."""
+    """Return a number or scalar tensor as a float. Waits for the device."""
     return float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -1,5 +1,5 @@
-"""The tracked state as copies: restores one at the start, saves others beside the training, and writes the last one
-when the process has to end."""
+"""Tracked state and copies: restore a copy at the start, save copies while training continues, and write the last
+commit when the process has to end."""
 
 import contextlib
 import threading
@@ -25,32 +25,32 @@ from rankup.state.reading import Copy, CopyFiles
 from rankup.state.run import Run
 from rankup.timing import DECIDE_S
 
-# An optimizer's step takes this long at most, on a busy machine and with a large model on a CPU.
+# The longest time that an optimizer's step takes, with a large model on a busy machine's CPU
 CHANGE_S = 10.0
 
 
 class CommitLock:
-    """`with commit_lock:` around everything that makes a finished step out of the one before, `progress` included.
+    """A lock around everything that turns the state of one step, `progress` included, into the state of the next.
 
-    A block that fails never ends the change: what it leaves is the state of no step. `alone`: there is no other rank.
-    """
+    A block that raises never releases the lock, because the state that it leaves belongs to no step. `alone`: there is
+    only one rank."""
 
     def __init__(self, progress: Position, device: torch.device, *, alone: bool = False) -> None:
         self.progress, self.device, self._alone = progress, device, alone
         self._lock = threading.Lock()
         self.busy = False
-        self._failed = False  # in the middle of a change, which so never ends
-        self._stream: Any = None  # of a GPU, for `beside`
+        self._failed = False  # a block raised, and its change never ends
+        self._stream: Any = None  # the GPU's stream for `beside`
         if device.type == "cuda":
-            # Made now: CUDA makes a process's first stream once the queue is empty, and behind a dead rank it never is.
-            # Of another priority than NCCL's: torch has 32 streams of each, and gives them out in turn
+            # Create the stream now: CUDA waits for an empty queue to create a process's first stream, and the queue
+            # never empties if a rank died. Its priority differs from NCCL's: torch has 32 streams each, and reuses them
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-            self._changed = torch.Event(device)  # the GPU is done with the newest change
+            self._changed = torch.Event(device)  # recorded after each change: the GPU is done with the newest one
 
     def __enter__(self) -> None:
         if self._stream is not None and not self._alone:
-            # For the gradients, which the GPU never has behind a dead rank. Else what is on the host, such as an
-            # optimizer's count, would be a step ahead of the weights
+            # Wait for the gradients, which never arrive if a rank died. Otherwise the host's state, such as an
+            # optimizer's step count, would be one step ahead of the weights
             torch.cuda.current_stream(self.device).synchronize()
         self._lock.acquire()
 
@@ -63,8 +63,8 @@ class CommitLock:
         self._lock.release()
 
     def stop(self) -> Position | None:
-        """Allow no further change, and say where the run stands; None where that can't be known, as where a change is
-        under way that may end well (`busy`). From any thread."""
+        """Allow no further change, and return the position of the run. Returns None if the state belongs to no known
+        step; `busy` then says whether a change is under way that may still end well. Call this from any thread."""
         until_s = time.monotonic() + CHANGE_S
         while not (held := self._lock.acquire(timeout=0.05)) and not self._failed and time.monotonic() < until_s:
             pass
@@ -75,25 +75,25 @@ class CommitLock:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """In the block a GPU copies what is done, and waits for nothing that is queued."""
+        """Let the block copy finished data from the GPU, without a wait for work that is queued there."""
         if self._stream is None:
             yield
             return
-        # A thread begins with GPU 0. To go back to its stream would take memory there, which may be full
+        # A new thread starts on GPU 0. Stay on this device afterwards: a return to GPU 0 would need memory there
         torch.cuda.set_device(self.device)
         with torch.cuda.stream(self._stream):
             yield
 
 
-WAY_OUT = "Begin anew (fresh), or give the run another name."
-LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, beside the tracked items
+WAY_OUT = "Start from the beginning (fresh), or give the run another name."
+LOADERS = "rankup_loaders"  # the loaders' own states, beside the tracked items
 
 
 class Saving:
-    """Saves and restores `tracked`, as of the last commit, at which `position` stands.
+    """Saves and restores `tracked`. A save holds the state of the last commit, at `position`.
 
-    At the end of a process the watchdog calls it, see `Watchdog.protect`. `about`: what the program says of itself in
-    each copy. `loader_states`: as of the last commit.
+    When the process has to end, the watchdog calls this object, see `Watchdog.protect`. `about`: fields that the
+    program adds to each copy. `loader_states`: the loaders' states as of the last commit.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class Saving:
         self.about: dict[str, Any] = {}
         self.loader_states: list[Any] = []
         self._place = f"{group.rank} of {group.world_size}"
-        # What lies in rank 0's folder: a rescue, from which the run may go on, is in memory alone
+        # The newest copy in rank 0's folder. The run may have resumed from a newer rescue, which is only in memory
         self._saved = Position.of(run.saved).key
-        # [step, ranks] for each change of their number, in a job whose nodes may come and go: for a replay
+        # [step, ranks] for each change of the number of ranks, in a job whose nodes may come and go: for a replay
         self.ranks: list[list[int]] = []
         if run.newest is not None:
             self.ranks, items = run.newest.record.get("world_sizes", []), run.newest.tracked
@@ -119,7 +119,7 @@ class Saving:
     # Restoring ------------------------------------------------------------------------------------------------
 
     def restore(self, newest: Copy, names: list[str]) -> None:
-        """Put back the tracked items of these names. All ranks call this. Raises UserError where one does not fit."""
+        """Restore the tracked items called `names`. All ranks call this. Raises UserError if an item does not fit."""
         if newest.sharded and self.run.kind != PARTS and not (self.tracked.split and self.run.saver.sharded):
             newest = newest.as_plain()
         state = self._read_shards(newest) if newest.sharded else newest.tracked
@@ -136,7 +136,7 @@ class Saving:
                 raise UserError(f"{newest.path} does not fit this {why}. {WAY_OUT}") from None
 
     def begin(self) -> None:
-        """The run goes on: say from where. Raises UserError where the copy has items that nobody tracks."""
+        """Log from which copy the run resumes. Raises UserError if the copy has items that are not tracked."""
         newest = self.run.newest
         if newest is None:
             return
@@ -149,12 +149,12 @@ class Saving:
         self.say_changed("torch", newest.record["versions"]["torch"], VERSIONS["torch"])
 
     def say_changed(self, what: str, before: Any, now: Any) -> None:
-        """Say of something that differs from the attempt before what that means."""
+        """Log what it means that `what` differs from the previous attempt."""
         if before != now:
             self.group.log.info(f"  {what} was {before}, is {now}: the run goes on, but its last bits will differ")
 
     def note_ranks(self) -> bool:
-        """From this step on as many ranks train as there are now. Returns whether that is a change."""
+        """Note how many ranks train from this step on. Returns whether their number has changed."""
         step, ranks = self.position.step, self.group.world_size
         self.ranks = [each for each in self.ranks if each[0] < step]
         if changed := not self.ranks or self.ranks[-1][1] != ranks:
@@ -162,12 +162,12 @@ class Saving:
         return changed
 
     def _read_shards(self, newest: Copy) -> dict[str, Any]:
-        """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""
+        """Read this rank's part of a sharded copy. Raises UserError on all ranks if it does not fit any of them."""
         state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
             state = CopyFiles(newest.path).read_into(self.tracked.state())
-        except Exception as error:  # the others read their part meanwhile, and wait then
+        except Exception as error:  # raise later: the other ranks still read their parts, and then wait for this rank
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):
             if text:
@@ -177,12 +177,12 @@ class Saving:
     # Saving ---------------------------------------------------------------------------------------------------
 
     def save(self, *, wait: bool = False) -> bool:
-        """See `Job.save`. Returns whether it began a copy."""
+        """Save a copy, see `Job.save`. Returns whether a copy was begun."""
         position, run = self.position, self.run
         wanted = bool(self.tracked.items) and position.key != self._saved
         if wanted:
             self.agreement.compare(position.step)
-            run.wait()  # before the state is put together
+            run.wait()  # for the previous save, before the new state takes memory
             state = self.tracked.state()
             if self.tracked.split and not run.saver.sharded:
                 state = self.group.collective(lambda: gathered(state))
@@ -190,7 +190,7 @@ class Saving:
                 size = self.group.world_size
                 every = [self.group.broadcast_tensors(self.loader_states, source=rank) for rank in range(size)]
                 state[LOADERS] = {f"{rank} of {size}": states for rank, states in enumerate(every)}
-            # Gathered state is written at once: a copy of it would need the memory twice
+            # Write gathered state at once: another copy in memory would double its size
             may_go_on = not self.tracked.split or (run.saver.sharded and run.second_rank is None)
             self.group.on_rank0(self.figures.metrics.flush)  # a resumed run does not repeat the saved steps
             run.saver.save(position.step, lambda: self._record(position), state, may_go_on=may_go_on, wait=wait)
@@ -200,18 +200,18 @@ class Saving:
         return wanted
 
     def keep_part(self) -> None:
-        """Keep this rank's part of the last commit in memory. All ranks call this."""
+        """Copy this rank's part of the last commit to memory. All ranks call this."""
         self.run.parts.take(self.position.step, lambda: (self._record(self.position), self._own()))
 
     def _own(self) -> dict[str, Any]:
-        """What this rank holds of the last commit. Other ranks skip by count where its loader's state is not theirs."""
+        """Return what this rank holds of the last commit. A rank without its loader's state counts batches instead."""
         state = self.tracked.state()
         if self.loader_states:
             state[LOADERS] = {self._place: self.loader_states}
         return state
 
     def _record(self, position: Position) -> bytes:
-        """The contents of `state.json`."""
+        """Return the contents of `state.json`."""
         group, run = self.group, self.run
         return to_json({
             "format": FORMAT, **asdict(position), "seed": self.settings.seed, "world_size": group.world_size,
@@ -221,7 +221,7 @@ class Saving:
         })
 
     def stopped(self) -> str:
-        """What to say of a run that was stopped at its last commit."""
+        """Return the message for a run that was stopped at its last commit."""
         why, step, total = self.group.stop.signal_name or "asked to stop", self.position.step, self.figures.course.total
         if not self.tracked.items:
             return f"{why}: stopped at step {step}, nothing is tracked, so nothing was saved."
@@ -232,22 +232,22 @@ class Saving:
     # The end of a process: any thread ---------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Write the last commit to this node's memory. The loop never goes on afterwards.
+        """Write the last commit to this node's memory. The loop never continues afterwards.
 
-        Where that can't be, the copy that rank 0 may be writing is all that will be left: it gets done first.
+        If that is impossible, only the copy that rank 0 may be writing will remain, and this waits until it is written.
         """
-        if self.agreement.deciding.acquire(timeout=DECIDE_S):  # another rank may know already that they are not
+        if self.agreement.deciding.acquire(timeout=DECIDE_S):  # a comparison may be about to find this state wrong
             self.agreement.deciding.release()
-        group, hangs = self.group, self.run.saver.writing.under_way  # maybe for a disk
+        group, hangs = self.group, self.run.saver.writing.under_way  # the save may wait for a disk
         settled = group.stop.requested and self.position.step == group.record.confirmed
         if settled and group.is_rank0 and not hangs and self.keep_for_stop():
-            return  # another rank has left before it came to the step at which all stop
+            return  # another rank left before it reached the step at which all ranks stop
         position, holds_all = None, bool(self.tracked.items) and not self.tracked.split
         if holds_all and not self.agreement.wrong and self.position.step > max(0, self.run.saved_step):
             position = self.commit_lock.stop()
             if position is None:
                 self.group.log.warning(
-                    "no rescue by this rank: it was changing the weights. Another's counts, or the newest checkpoint"
+                    "no rescue by this rank: it was changing the weights. The run resumes from another copy"
                 )
         try:
             if position is not None and position.step > max(0, self.run.saved_step):
@@ -261,8 +261,8 @@ class Saving:
         self.run.saver.wait()
 
     def keep_for_stop(self) -> str:
-        """Write it, on rank 0 as a copy in its place: the job may go on on other machines. Returns what to say of it;
-        "" where this process alone can't keep the state."""
+        """Write the last commit; on rank 0 as a copy on disk, because the job may resume on other machines. Returns the
+        message for the user, or "" if this process alone can't keep the state."""
         signal = self.group.stop.signal_name
         if not self.tracked.items:
             return self.stopped()
@@ -277,11 +277,11 @@ class Saving:
         saver.wait()
         position = self.commit_lock.stop()
         if position is None and self.commit_lock.busy and self.group.world_size == 1:
-            return ""  # a long step: it stops once that is done
+            return ""  # a long step: the loop stops after it
         if position is None:
             return f"{signal}: in the middle of changing the weights, so nothing newer was saved"
         position = copy(position)
-        newest = list_copies(saver.folder)  # the loop may not have noticed yet that a save has ended
+        newest = list_copies(saver.folder)  # look again: the loop may not have noticed the end of a save yet
         if position.step > (step_of(newest[-1]) if newest else 0):
             self.figures.metrics.flush()
             files, check = self._files(position), saver.check_owner
@@ -291,9 +291,9 @@ class Saving:
         return self.stopped()
 
     def _files(self, position: Position) -> dict[str, Content]:
-        """The files of a copy of the last commit, at which `position` stands."""
+        """Return the files of a copy of the last commit, at `position`."""
         with self.commit_lock.beside():
             nodes, tensors = tree.encode(self._own())
-            if self.group.device.type == "cuda":  # else they are written as they lie: the training has stopped
+            if self.group.device.type == "cuda":  # tensors on the host need no copy, because the training has stopped
                 tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         return {STATE: self._record(position), **tree.files_of(nodes, tensors)}

@@ -1,33 +1,33 @@
-"""A step of a loop: what `with job.step()` does around its block."""
+"""A step of a loop: what `with job.step()` does before and after its block."""
 
 from typing import Any
 
 from rankup.observe.stragglers import COMPUTE, WAITING
 
-FIRST_LINES = 10  # steps between two lines until `log_every_steps`: a loop that is short or slow shows its loss too
-WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
+FIRST_LINES = 10  # steps between lines before step `log_every_steps`, so that a short or slow loop shows its loss too
+WITHOUT_EPOCHS = 1000  # steps between saves in a loop without job.epochs
 
 
 class Step:
-    """See `Job.step`. One object for all steps, and no generator: a step finds the processor's caches cold, and each
-    thing that it looks up costs up to a µs. `values`: of the step that begins. `inside`: a block has begun, of this or
-    of `job.change`, and not ended well."""
+    """The context manager of `Job.step`. One object serves all steps, and is no generator: the CPU's caches are cold
+    between steps, and each lookup costs up to a µs. `values`: those of the step that begins. `inside`: a block of
+    `job.step` or `job.change` has begun, and has not ended well."""
 
     def __init__(self, job: Any) -> None:
-        """`job`: a `rankup.loop.job.Job`, which imports this."""
+        """`job`: a `rankup.loop.job.Job`, whose module imports this one."""
         self.values: dict[str, Any] = {}
         self.inside = False
-        self._line: dict[str, Any] | None = None  # of training, where this step gets one
+        self._line: dict[str, Any] | None = None  # this step's training line, if it gets one
         self._job, self._live, self._position = job, job.live, job.position
         self._clock, self._tracked, self._commit_lock = job.clock, job.tracked, job.commit_lock
 
     def __enter__(self) -> None:
         job, tracked, step = self._job, self._tracked, self._position.step
-        values, self.values = self.values, {}  # which hold on to a step's graph
+        values, self.values = self.values, {}  # a loss would keep the graph of its step alive
         job.begin()
         if self.inside:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
-        # With batches of the epoch before waiting for this step, what followed the last one is in no commit yet
+        # If this step still uses batches of the last epoch, no commit holds yet what followed that epoch's last batch
         tracked.check_unchanged(after_epoch=self._live.epoch != self._position.epoch)
         if step >= job.agreement.next:
             job.agreement.compare(step)
@@ -40,7 +40,7 @@ class Step:
         if tracked.shared or line is not None:
             self._clock.mark(WAITING)
         self._line, self.inside = line, True
-        # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
+        # The exchanges are over: a rank that gets here finishes its step, even if other ranks die meanwhile
         self._commit_lock.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -63,7 +63,7 @@ class Step:
             self._after(position.step)
 
     def _after(self, step: int) -> None:
-        """The step is finished, and the next one begins."""
+        """Do what follows a finished step: write its line, save if due, stop if asked, and begin the next step."""
         job, run = self._job, self._job.run
         job.enter_step()
         if self._line is not None:

@@ -1,12 +1,12 @@
-"""The live objects that a user gives to `job.track`: how they get into a copy, and how a copy gets into them.
+"""The live objects that a user gives to `job.track`: how to put them into a copy, and how to restore them.
 
-A copy holds a module's state_dict under the names of the bare module, without DDP, DataParallel, torch.compile and
-FSDP2. It holds the state_dict of any other object that has state_dict and load_state_dict, and a dict, a list or a
+A copy holds a module's state_dict under the names of the bare module, without the prefixes of DDP, DataParallel and
+torch.compile. It holds the state_dict of any other object with state_dict and load_state_dict, and a dict, list or
 tensor itself.
 
-What a copy holds is the state of the last commit, although the objects may have changed since: the forward pass changes
-buffers, and many loops step a schedule once an epoch, between two steps. So `commit` copies buffers, schedules and the
-optimizers' settings. All else changes inside of `job.step` and `job.change` alone.
+A copy holds the state of the last commit, although objects may have changed since then: forward passes change buffers,
+and many loops step a scheduler once per epoch, between two steps. Therefore `commit` copies buffers, schedulers and the
+optimizers' settings. Everything else may change only inside `job.step` and `job.change`.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from rankup.errors import UserError
 from rankup.state.tree import ITEM, TensorFile, encode
 
-BUCKET_BYTES = 250 * 2**20  # DDP's own: buffers up to this size together are sent as one
-CHECKS = 20  # so often all objects are looked at, before a step: a mistake in a loop is one of every step
-LARGE_BYTES = 64 * 2**20  # tensors beyond this size, of an object of the user's, are not looked at
-KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # that hold no optimizer
+BUCKET_BYTES = 250 * 2**20  # DDP's own value: buffers up to this total size are sent as one
+CHECKS = 20  # check all objects before this many steps, because a mistake in a loop shows in every step
+LARGE_BYTES = 64 * 2**20  # don't check larger tensors, except those of modules and optimizers
+KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # contain no optimizers
 FILLED_IN_PLACE = (dict, list, torch.Tensor)
 WRAPPERS = (DistributedDataParallel, DataParallel)
 
@@ -36,29 +36,29 @@ WRAPPERS = (DistributedDataParallel, DataParallel)
 class Tracked:
     """The tracked objects by their names.
 
-    `split`: tensors are split among ranks, so that no rank holds the whole state. `shared`: the modules' dictionaries
-    of buffers that rank 0's replace.
+    `split`: whether tensors are split among ranks, so that no rank holds the whole state. `shared`: the modules'
+    dictionaries of buffers that all ranks get from rank 0.
     """
 
     def __init__(self, *, share_all: bool = False) -> None:
-        """`share_all`: all modules share their buffers among the ranks, not those in DDP alone."""
+        """`share_all`: all modules get rank 0's buffers, not only modules in DDP."""
         self.items: dict[str, Any] = {}
         self.split = False
         self.shared: list[dict[str, Any]] = []
         self._share_all = share_all
-        self._names: dict[str, dict[str, str]] = {}  # of a module: the live name -> the bare one
-        self._holders: dict[str, list[tuple[str, dict[str, Any]]]] = {}  # of a module: prefix and dictionary of buffers
+        self._names: dict[str, dict[str, str]] = {}  # by module: live name -> bare name
+        self._holders: dict[str, list[tuple[str, dict[str, Any]]]] = {}  # by module: prefixes and buffer dictionaries
         self._schedulers: dict[str, LRScheduler] = {}
         self._optimizers: dict[str, Optimizer] = {}
         # As of the last commit
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         self._schedules: dict[str, dict[str, Any]] = {}
         self._settings: dict[str, list[dict[str, Any]]] = {}
-        self._seen: dict[str, Any] = {}  # what shows a change of the rest, in the first steps
+        self._seen: dict[str, Any] = {}  # what `_look` found at the last commit, during the first steps
         self._checks = CHECKS
 
     def add(self, items: dict[str, Any]) -> None:
-        """Raises UserError, by its path, for a value that can't be kept."""
+        """Track `items` as well. Raises UserError, with its path, for a value that a copy can't hold."""
         for name, item in items.items():
             if name in self.items or not ITEM.fullmatch(name):
                 raise UserError(f"track: {name} must be a new name of letters and digits, got one that is not.")
@@ -92,7 +92,7 @@ class Tracked:
 
         state = module.state_dict()
         self._names[name] = {key: bare(key) for key in [*state, *getattr(state, "_metadata", {})]}
-        # The modules' own dictionaries: a forward pass may put another tensor in a buffer's place
+        # Keep the modules' own dictionaries, because a forward pass may replace a buffer by another tensor
         if holders := [
             (f"{bare(path)}.".lstrip("."), each._buffers) for path, each in module.named_modules() if each._buffers
         ]:
@@ -103,17 +103,17 @@ class Tracked:
             self.share_inside(module)
 
     def share_inside(self, module: nn.Module) -> None:
-        """Share the buffers that DDP would, of what it wraps in `module`."""
+        """Share the buffers of each module that DDP wraps inside `module`, in place of DDP."""
         for each in module.modules():
             if isinstance(each, DistributedDataParallel) and each.broadcast_buffers:
-                each.broadcast_buffers = False  # `share_buffers` does it
+                each.broadcast_buffers = False  # `share_buffers` replaces it
                 self.shared += [inner._buffers for inner in each.module.modules() if inner._buffers]
 
     def share_buffers(self) -> None:
-        """Give all ranks rank 0's buffers that are `shared`. All ranks call this, after their backward passes.
+        """Give all ranks rank 0's `shared` buffers. All ranks call this after their backward passes.
 
-        DDP would do it before the next forward pass, with the same result for the training. But in between an
-        evaluation would see the buffers of several models, and only rank 0 could be rescued.
+        DDP would do this before the next forward pass, with the same result for training. Until then, however, ranks
+        would evaluate with different buffers, and only rank 0's state could be rescued.
         """
         buffers = [buffer for held in self.shared for buffer in held.values() if buffer is not None]
         if buffers:
@@ -123,7 +123,7 @@ class Tracked:
     # The last commit ------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Copy what may change before the next commit. On a GPU the copies wait for their turn in its queue."""
+        """Copy everything that may change before the next commit. GPU copies are queued, and not waited for."""
         for name, holders in self._holders.items():
             live = [buffer for _, held in holders for buffer in held.values() if buffer is not None]
             kept = [*self._buffers.get(name, {}).values()]
@@ -142,20 +142,20 @@ class Tracked:
             groups.clear()
             for group in optimizer.param_groups:
                 groups.append(settings := group.copy())
-                if isinstance(settings.get("lr"), torch.Tensor):  # which schedules fill in place
+                if isinstance(settings.get("lr"), torch.Tensor):  # schedulers change a tensor in place
                     settings["lr"] = settings["lr"].clone()
         if self._checks:
             self._seen = self._look()
 
     def undo_schedules(self) -> None:
-        """Put back schedules, and what they set in optimizers, as of the last commit."""
+        """Restore schedulers, and what they set in optimizers, as of the last commit."""
         state = self.state()
         self.load({name: state[name] for name in (*self._schedulers, *self._optimizers)})
 
     def check_unchanged(self, *, after_epoch: bool = False) -> None:
-        """Raises UserError where a tracked object has changed since the last commit. Called before a step, and after
-        what follows the last batch of an epoch, where schedules may have changed. All but schedules are looked at in
-        the first steps alone."""
+        """Raise UserError if a tracked object has changed since the last commit. Call this before each step, and with
+        `after_epoch` when the code after an epoch's last batch has run, which may step schedulers. Objects other than
+        schedulers are checked only in the first steps."""
         changed = []
         for name, schedule in self._schedules.items():
             if not after_epoch and schedule.get("last_epoch") != getattr(self.items[name], "last_epoch", None):
@@ -170,8 +170,8 @@ class Tracked:
             )
 
     def _look(self) -> dict[str, Any]:
-        """By name what shows a change: how often torch changed each parameter in place; a digest of what is no module,
-        optimizer or schedule, whose tensors may be replaced by others."""
+        """Return what reveals a change, by name: of a module, torch's count of changes in place for each parameter; of
+        an object that is neither module nor optimizer nor scheduler, a digest, because it may replace its tensors."""
         found: dict[str, Any] = {}
         for name, item in self.items.items():
             if isinstance(item, nn.Module):
@@ -183,26 +183,26 @@ class Tracked:
         return found
 
     def warn_of_others(self, say: Callable[[str], None]) -> None:
-        """In the first steps `say`, once each, which optimizer steps that no copy has, and that keeps a state."""
+        """During the first steps, call `say` once for each optimizer that steps and has a state, but is not tracked."""
         if any(not isinstance(item, KINDS) for item in self.items.values()):
-            return  # which may hold optimizers
+            return  # such an item may hold optimizers
         kept = set[int]().union(*map(_parameters, self._optimizers.values()))
-        this = weakref.ref(self)  # torch keeps the hook for ever
+        this = weakref.ref(self)  # torch never removes the hook
 
         def look(optimizer: Optimizer, *_: Any) -> None:
             in_first_steps = (tracked := this()) and tracked._checks
             if in_first_steps and optimizer.state and kept.isdisjoint(own := _parameters(optimizer)):
                 kept.update(own)
                 kind = type(optimizer).__name__
-                say(f"track: {kind} steps and is not tracked: after a restart it begins anew, and the weights differ")
+                say(f"track: {kind} steps and is not tracked: a restart resets its state, and the weights will differ")
 
         register_optimizer_step_post_hook(look)
 
     # A copy ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """By name what a copy keeps: the state of the last commit, if none is under way. The tensors are the live
-        ones; a DTensor is this rank's part, see `gathered`."""
+        """Return the contents of a copy by name: the state of the last commit, unless a commit is under way. The
+        tensors are live, not cloned. A DTensor is this rank's part, see `gathered`."""
         state = self._state_of(self.items)
         for name, buffers in self._buffers.items():
             state[name].update({key: value for key, value in buffers.items() if key in state[name]})
@@ -213,20 +213,20 @@ class Tracked:
         return state
 
     def whole(self, name: str) -> Any:
-        """The state of one item with whole tensors, on rank 0; the live ones where none is split. All ranks call it."""
+        """Return one item's state with whole tensors, on rank 0; live tensors if none is split. All ranks call this."""
         state = self._state_of({name: self.items[name]})[name]
         return gathered(state) if self.split else state
 
     def fingerprint(self) -> dict[str, str]:
-        """A digest of each item, equal on all ranks where they hold the same."""
+        """Return a digest of each item by name. Ranks that hold equal items get equal digests."""
         return {name: _digest(*encode({name: state})) for name, state in self.state().items()}
 
     def fingerprint_of_rest(self) -> dict[str, str]:
-        """The same of buffers, and of what is neither a module nor an optimizer: nothing else compares them later."""
+        """Return digests of buffers, and of items other than modules and optimizers: nothing else compares these."""
         states = self.state()
         kinds = nn.Module | Optimizer
         rest = {name: state for name, state in states.items() if not isinstance(self.items[name], kinds)}
-        for name, buffers in self._buffers.items():  # those that a copy keeps
+        for name, buffers in self._buffers.items():  # leave out non-persistent buffers, which a copy does not hold
             rest[f"the buffers of {name}"] = {key: each for key, each in buffers.items() if key in states[name]}
         return {name: _digest(*encode({name: each})) for name, each in rest.items()}
 
@@ -238,8 +238,8 @@ class Tracked:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put back what `state` returned, for these names; whole tensors where items are split. Raises RuntimeError,
-        ValueError, KeyError, TypeError or AttributeError where names or shapes differ, as torch does."""
+        """Restore what `state` returned for these names. Items that are split also accept whole tensors. If names or
+        shapes differ, raises RuntimeError, ValueError, KeyError, TypeError or AttributeError, as torch does."""
         for name, values in state.items():
             self._load(name, self.items[name], values)
         self.commit()
@@ -265,9 +265,9 @@ class Tracked:
             item.load_state_dict(values)
 
     def make_room(self) -> None:
-        """Let optimizers that have made no step create their state, so that a split copy can be read into it. The
-        weights may change, and are loaded afterwards."""
-        from torch.distributed.checkpoint.state_dict import _init_optim_state  # a fifth of a second, for few
+        """Make optimizers that have made no step create their state, so that a split copy can be read into it. This may
+        change the weights, which must be loaded afterwards."""
+        from torch.distributed.checkpoint.state_dict import _init_optim_state  # takes 0.2 s, and is rarely needed
 
         for optimizer in self._optimizers.values():
             _init_optim_state(optimizer)
@@ -278,9 +278,9 @@ def has_state(item: Any) -> bool:
 
 
 def _renamed(state: Any, names: dict[str, str]) -> Any:
-    """The state dict of a module under other names."""
+    """Return a module's state dict under other names."""
     renamed = type(state)((names.get(key, key), value) for key, value in state.items())
-    if hasattr(state, "_metadata"):  # the versions of the modules' formats
+    if hasattr(state, "_metadata"):  # holds the format versions of the modules
         renamed._metadata = {names.get(key, key): value for key, value in state._metadata.items()}
     return renamed
 
@@ -293,7 +293,7 @@ def _load_optimizer(optimizer: Optimizer, values: dict[str, Any]) -> None:
             key: {kind: laid_out(value, parameters.get(key)) for kind, value in kept.items()}
             for key, kept in values["state"].items()
         },
-        # Its own choice of a fused kernel: torch may have none for tensors that are split as they are now
+        # Keep this optimizer's own choice of `fused`: torch may have no fused kernel for tensors that are split now
         "param_groups": [saved | {key: own[key] for key in ("fused",) if key in own} for saved, own in groups],
     })
 
@@ -309,11 +309,11 @@ def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
-# How tensors lie: split among ranks, in a memory format, in DDP's buckets. A copy holds none of that ----------------
+# The layout of tensors: split among ranks, memory formats, DDP's buckets. A copy holds none of it -------------------
 
 
 def gathered(value: Any) -> Any:
-    """The same with each DTensor put together, one at a time, on rank 0's CPU; None in its place on other ranks."""
+    """Return `value` with each DTensor gathered on rank 0's CPU, one at a time. Other ranks get None in its place."""
     if hasattr(value, "full_tensor"):
         whole = value.full_tensor()
         return whole.cpu() if dist.get_rank() == 0 else None
@@ -326,10 +326,10 @@ def gathered(value: Any) -> Any:
 
 
 def laid_out(value: Any, live: Any) -> Any:
-    """A whole tensor of a copy as `live`, of the same shape, lies: in its memory format, and this rank's part of it.
+    """Lay out a whole tensor of a copy like `live`, of the same shape: in its memory format, and only this rank's part.
 
-    A checkpoint may have been written in another memory format. The fused kernels of optimizers pass through a
-    parameter and its state as both lie in memory: where the formats differ they pair wrong elements, without a word.
+    A copy may have been written in another memory format. Fused optimizer kernels walk through a parameter and its
+    state in memory order: if the two formats differ, the kernels silently pair the wrong elements.
     """
     if not isinstance(value, torch.Tensor) or hasattr(value, "to_local") or value.shape != getattr(live, "shape", None):
         return value
@@ -339,26 +339,26 @@ def laid_out(value: Any, live: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)  # each rank has it whole
+    return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)  # each rank has the whole
 
 
 def fix_bucket_order(items: dict[str, Any]) -> list[str]:
-    """Let each DDP module settle its buckets now, as it would do after its first backward pass. All ranks call this.
+    """Make each DDP module rebuild its buckets now, instead of after its first backward pass. All ranks call this.
 
-    Other buckets mean another order of sums at three or more ranks: the first step after a resume would use the first
-    buckets, where the uninterrupted run used the rebuilt ones. So a backward pass of zeros tells DDP the parameters in
-    one order, the last first, at every start. Returns the names of items for which that can't be done.
+    With three or more ranks, other buckets mean another order of sums: the first step after a resume would use DDP's
+    first buckets, where the uninterrupted run used the rebuilt ones. Therefore a backward pass of zeros at every start
+    shows DDP the parameters in a fixed order, last first. Returns the names of items for which this is impossible.
     """
     unfixed = []
     for name, item in items.items():
         for ddp in item.modules() if isinstance(item, nn.Module) else ():
             if not isinstance(ddp, DistributedDataParallel) or (ddp.find_unused_parameters and not ddp.static_graph):
-                continue  # the latter never rebuilds its buckets
+                continue  # DDP never rebuilds the buckets of the latter
             parameters = [p for p in ddp.module.parameters() if p.requires_grad]
             if ddp.static_graph or any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
                 unfixed.append(name)
                 continue
-            module, ddp.module = ddp.module, nn.Identity()  # which leaves the loss to us
+            module, ddp.module = ddp.module, nn.Identity()  # so that the loss below decides the order
             try:
                 zero = ddp(torch.zeros(()))
                 for parameter in parameters:

@@ -1,6 +1,6 @@
-"""Worker processes of DataLoaders. They ignore the signals that a job gets, because a batch system signals the whole
-process group and only the loop should answer. They die only with their parent. The death of one ends the job in one
-line."""
+"""Worker processes of DataLoaders. They ignore the signals that a job gets: a batch system signals the whole process
+group, and only the loop should answer. Workers end with their parent. If a worker dies, one line says why, and the job
+ends."""
 
 import atexit
 import contextlib
@@ -33,11 +33,11 @@ _all: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class Workers:
-    """What `iter(loader)` gives. It starts the workers of a DataLoader, and leaves the loader as it was; main thread
-    only.
+    """An iterator like `iter(loader)`. It starts the workers of a DataLoader, and leaves the loader unchanged. Create
+    it in the main thread.
 
-    Raises PeerLost if a worker does not begin, twice. `next` raises UserError for a full /dev/shm, PeerLost if a worker
-    died, and what the data set raised.
+    Raises PeerLost if a worker fails to begin twice. `next` raises UserError if /dev/shm is full, PeerLost if a worker
+    died, and whatever the data set raises.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -45,10 +45,10 @@ class Workers:
         with _prepared(loader) as begun:
             try:
                 self._iterator: Iterator[Any] = iter(loader)
-            finally:  # a sampler may raise once the workers are there
+            finally:  # also if a sampler raises after the workers have started
                 _all.update({*multiprocessing.active_children()} - before)
             self._workers = [*getattr(self._iterator, "_workers", ())]
-            new = [worker for worker in self._workers if worker not in before]  # kept ones began without us
+            new = [worker for worker in self._workers if worker not in before]  # persistent workers began earlier
             # CPython 3.11 can deadlock a child inside os.fork, on a lock that another thread held at that moment
             for worker in _hanging(new):
                 worker.kill()
@@ -75,23 +75,23 @@ class Workers:
             explained = self._explained(error)
             if explained is None and not str(error).startswith("Caught "):
                 raise
-            # Without torch's frames, which hold the iterator and its workers. A worker's own traceback is in the text
+            # Drop torch's frames, which hold the iterator and its workers. The text has the worker's own traceback
             found = (explained or error).with_traceback(None)
             self._iterator, self._workers = iter(()), []
             raise found from None
 
     def _explained(self, error: Exception) -> Exception | None:
-        """What to raise in place of an error that a worker's own mistake, its death or a full /dev/shm led to."""
+        """Return the error to raise instead, if the cause is a worker's UserError, its death, or a full /dev/shm."""
         text, kind = str(error), type(error)
-        if isinstance(error, UserError | PeerLost):  # torch has put the worker's traceback before it
+        if isinstance(error, UserError | PeerLost):  # torch has put the worker's traceback before the text
             return kind(text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].strip())
-        # "Caught ..." is what the data set raised in a worker that lives. Without it, a broken connection means that
-        # the worker died while it was handing over a batch
+        # "Caught ..." marks an error that the data set raised in a living worker. Without that prefix, a broken
+        # connection means that the worker died while it handed over a batch
         cut_off = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught ")
         full = "unable to allocate shared memory" in text
         if not (cut_off or full or "exited unexpectedly" in text):
             return None
-        if cut_off:  # its connection breaks a moment before its exit code, which says why it died, can be read
+        if cut_off:  # the connection breaks a moment before the exit code, which shows the cause, can be read
             dead = multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
             for worker in (each for each in self._workers if each.sentinel in dead):
                 worker.join(5.0)
@@ -106,16 +106,16 @@ class Workers:
 
 @atexit.register
 def _end_all() -> None:
-    """When Python ends, multiprocessing sends SIGTERM to workers that are left, and would wait for ever."""
-    with contextlib.suppress(AssertionError):  # a fork of the process that has them
+    """Kill the remaining workers at exit: they ignore the SIGTERM that multiprocessing sends before it waits."""
+    with contextlib.suppress(AssertionError):  # raised in a fork of the process that has the workers
         for worker in _all:
             if worker.is_alive():
                 worker.kill()
 
 
 def _hanging(workers: list[Any]) -> list[Any]:
-    """Those that do not begin within START_S. A rank handles this signal, and so does what it forks until `_begin` has
-    run."""
+    """Return the workers that have not begun within START_S. A rank handles SIGUSR2, and so does each process that it
+    forks, until `_begin` has run there."""
     until_s = time.monotonic() + START_S
     while found := [each for each in workers if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
         if time.monotonic() > until_s:
@@ -126,8 +126,8 @@ def _hanging(workers: list[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def _prepared(loader: Any) -> Iterator[dict[BaseProcess, dict[str, Any]]]:
-    """What a DataLoader starts meanwhile are workers of ours. Those of a subclass whose `__iter__` is a generator start
-    later, and are as torch makes them. Yields what each process that starts had to do: it forgets that."""
+    """Run `_begin` in the workers that a DataLoader starts in this block, unless a subclass's `__iter__` is a generator
+    and starts them later. Yields the target and arguments of each started process, which the process itself forgets."""
     before, begun, start = dict[str, Any](), dict[BaseProcess, dict[str, Any]](), BaseProcess.start
 
     def remember(process: BaseProcess) -> None:
@@ -139,10 +139,10 @@ def _prepared(loader: Any) -> Iterator[dict[BaseProcess, dict[str, Any]]]:
         before = {"worker_init_fn": loader.worker_init_fn, "collate_fn": loader.collate_fn}
         loader.worker_init_fn = functools.partial(_begin, loader.worker_init_fn)
         loader.collate_fn = functools.partial(_share, loader.collate_fn)
-    # torch's handler of SIGCHLD raises the death of a worker wherever the loop is, even in a save. Whoever waits for
-    # the workers notices the death within five seconds anyway
+    # torch's SIGCHLD handler raises an error for a worker's death wherever the loop is, even in a save. It is not
+    # needed: a loop that waits for its workers notices the death within five seconds
     on_child = signal.getsignal(signal.SIGCHLD)
-    # Until its first line has run, a worker would die of a stop signal
+    # A stop signal would kill a worker that has not run its first line yet
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield begun
@@ -156,13 +156,13 @@ def _prepared(loader: Any) -> Iterator[dict[BaseProcess, dict[str, Any]]]:
 
 
 def _begin(then: Callable[[int], None] | None, worker: int) -> None:
-    """Runs first in each worker, which lives and dies with its parent alone. `then`: the user's own beginning.
-    A batch system signals the whole process group: if workers died of that, the loop could not save."""
+    """Run first in each worker: ignore stop signals, and end with the parent. `then`: the user's `worker_init_fn`. A
+    batch system signals the whole process group, and if workers died of that signal, the loop could not save."""
     for each in TAKEN:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    die_with_parent(os.getppid())  # Python 3.14 starts processes from a server by default, which is their parent then
-    # It may have ended before the line above; workers begun after this one hold the pipe that would tell `is_alive`
+    die_with_parent(os.getppid())  # with Python 3.14's default start method, the parent is a server process
+    # The loop may have ended before the line above. `is_alive` can't tell: later workers hold its pipe open
     if (loop := multiprocessing.parent_process()) is None or not start_of(loop.pid or 0):
         leave(128 + signal.SIGKILL)
     if then is not None:
@@ -172,7 +172,7 @@ def _begin(then: Callable[[int], None] | None, worker: int) -> None:
 def _share(collate: Callable[[Any], Any], samples: Any) -> Any:
     """Collate in a worker, and put the batch's tensors into /dev/shm, where the loop reads them.
 
-    torch would do it too, but in a thread that prints the error of a full one and goes on: the loop would wait forever.
+    torch does this in a thread, which would print the error for a full /dev/shm and go on: the loop would wait forever.
     """
     batch = collate(samples)
     for leaf in tree_leaves(batch):

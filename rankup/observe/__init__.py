@@ -1,1 +1,1 @@
-"""What watches a run: logs, status, metrics, slow ranks, trackers."""
+"""What watches a run: logs, status, metrics, goodput, stacks, slow ranks and trackers."""

@@ -1,8 +1,7 @@
 """Goodput: the share of a run's time, over all attempts, that went into steps that counted, and where the rest went.
 
 Rank 0 of each attempt, or the agent of node 0, replaces `status/<attempt>/progress-*.json` every REPORT_S, so after a
-kill -9 the last report is at most that old. Goodput is computed from these files on demand. This module does not import
-torch.
+kill -9 the last report is at most that old. Goodput is computed from these files on demand, without torch.
 """
 
 import contextlib

@@ -78,7 +78,7 @@ def find_run(runs: Path, name: str) -> Path:
             return folder
     names = sorted(path.name for path in runs.glob("*") if is_run(path))
     raise UserError(
-        f"RUN must be a run in {runs}/ or its folder, got {name}. There are: {', '.join(names[:20]) or 'none'}."
+        f"RUN must be a run in {runs}/ or a run's folder, got {name}. There are: {', '.join(names[:20]) or 'none'}."
     )
 
 

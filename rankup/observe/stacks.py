@@ -1,8 +1,7 @@
-"""The command `stacks`: where each rank of a run is now, which ranks are somewhere else than the others, and all
-stacks.
+"""The command `stacks` shows where each rank of a run is now, which ranks differ from the others, and all stacks.
 
 It asks the processes of this machine for a bounded time, and describes from outside a process that does not answer. If
-the machines share a disk, it also reads what the ranks of other machines have answered there. No torch here.
+the machines share a disk, it also reads what the ranks of other machines have written there. It does not import torch.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from rankup.errors import UserError
 from rankup.group.stop import compare, in_phase, place_of
 from rankup.timing import ANSWER_STACKS_S, ANSWER_TICK_S
 
-# By the letters that /proc has
+# The process states by their letters in /proc
 STATES = {
     "T": "it is stopped (SIGSTOP)", "D": "it waits for a disk or a driver", "R": "it computes, or waits for a CPU",
     "S": "it waits", "": "it has just ended",
@@ -31,9 +30,9 @@ HEAD = re.compile(r'^# (\{.*"pid".*\})\n', re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The newest dump of one rank, and how to ask it for more: see `announce_stacks`.
+    """The newest stack dump of one rank, and how to ask the rank for another one, see `announce_stacks`.
 
-    `text`: all threads, empty where it has written none. `problem`: or why not. `fresh`: it was asked just now.
+    `text`: the stacks of all threads, "" if none were written. `problem`: why not. `fresh`: it was asked just now.
     """
 
     path: Path
@@ -55,7 +54,7 @@ class Answer:
 
     @property
     def alive(self) -> bool:
-        """Whether that process runs on this machine: its number may be another's by now, or of another container."""
+        """Whether the process runs on this machine. Its pid may have been reused, or belong to another container."""
         return bool(self.started) and self.started == start_of(self.pid)
 
     @property
@@ -68,11 +67,11 @@ class Answer:
 
 
 def report(run_dir: Path, *, full: bool = False) -> str:
-    """What `stacks` prints. Raises UserError where no rank has ever said that it can be asked."""
+    """Return what `stacks` prints. Raises UserError if no rank of the run has ever announced that it can be asked."""
     answers = ask(run_dir)
     if not answers:
         raise UserError(
-            f"RUN must be a run whose ranks can be asked, got no {STACKS}/rank-N.txt in {run_dir}: none has started."
+            f"RUN must be a run whose ranks can be asked, got no {STACKS}/rank-N.txt in {run_dir}. No rank has started."
         )
     lines = compare({answer.rank: answer.place for answer in answers if answer.fresh})
     lines += compare({answer.rank: _gone(answer) for answer in answers if not answer.fresh})
@@ -91,7 +90,7 @@ def report(run_dir: Path, *, full: bool = False) -> str:
 
 
 def _gone(answer: Answer) -> str:
-    """What to say of a rank that was not asked."""
+    """Describe a rank that was not asked."""
     here = answer.host == host_name()
     what = f"ended, on {answer.host}" if here else f"on {answer.host}: ask there"
     when = f" at {answer.time} ({answer.why})" if answer.time else ""
@@ -99,8 +98,8 @@ def _gone(answer: Answer) -> str:
 
 
 def ask(run_dir: Path) -> list[Answer]:
-    """Have the ranks of this run on this machine write their stacks, and return what all ranks have written. Takes
-    ANSWER_STACKS_S at most, beside what the disk takes."""
+    """Make the run's ranks on this machine write their stacks, and return what all ranks have written. This takes at
+    most the sum of ANSWER_STACKS_S, and the time of the disk."""
     answers = {answer.rank: answer for answer in written(run_dir)}
     waiting = {rank: answer for rank, answer in answers.items() if answer.alive}
     sizes = {rank: asked.path.stat().st_size for rank, asked in waiting.items()}
@@ -112,7 +111,7 @@ def ask(run_dir: Path) -> list[Answer]:
             time.sleep(ANSWER_TICK_S)
             for rank, asked in [*waiting.items()]:
                 answer = read(asked.path, after=sizes[rank])
-                # faulthandler's handler writes word by word: it is over once nothing has come since the last look
+                # faulthandler writes word by word, so the dump is complete if nothing was added since the last look
                 if answer is not None and answer.text and answer == before.get(rank):
                     answers[rank] = replace(answer, fresh=True)
                     del waiting[rank]
@@ -125,12 +124,12 @@ def ask(run_dir: Path) -> list[Answer]:
 
 
 def _signal(asked: Answer, number: int) -> None:
-    """Send its signal of that number, if the process has a handler: without one it would end.
+    """Send signal `number` of `asked.signals`, if the process has a handler for it. Without one the process would end.
 
-    To a thread that waits for signals, not to the process as a whole: its main thread would take it, and that takes
-    none while it waits for a dead disk.
+    The signal goes to a thread that waits for signals. If it went to the process, the main thread would take it, which
+    takes no signal while it waits for a dead disk.
     """
-    # It has just ended, or is another user's: it does not answer
+    # A process that has just ended or is another user's does not answer
     with contextlib.suppress(OSError, IndexError):
         if has_handler(asked.pid, asked.signals[number]) and asked.alive:
             os.kill(asked.thread, asked.signals[number])
@@ -140,24 +139,24 @@ def _signal(asked: Answer, number: int) -> None:
 
 
 def written(run_dir: Path) -> list[Answer]:
-    """The newest dump of each rank of the newest attempt. Asks nobody."""
+    """Return the newest dump of each rank of the newest attempt, without asking the ranks."""
     found = [answer for path in (run_dir / STACKS).glob("rank-*.txt") if (answer := read(path))]
-    # An attempt with more ranks has left files that nobody writes any more
+    # An earlier attempt with more ranks may have left files
     newest = max(found, key=lambda answer: answer.path.stat().st_mtime, default=None)
     found = [answer for answer in found if newest and answer.rank < newest.world_size]
     return sorted(found, key=lambda answer: answer.rank)
 
 
 def read(path: Path, *, after: int = 0) -> Answer | None:
-    """The newest whole dump in a file of stacks, behind its first `after` bytes. None for another file."""
+    """Return the newest whole dump after the first `after` bytes of a file of stacks. Return None for another file."""
     try:
         data = path.read_bytes()
         writers = [Answer(path=path, **json.loads(head)) for head in HEAD.findall(data.decode(errors="replace"))]
-        # An attempt that was refused beside a live one has left its line too
+        # An attempt that was refused because another one is alive has left its line too
         answer = next((writer for writer in reversed(writers) if writer.alive), writers[-1])
         of_this_process = HEAD.split(data[after:].decode(errors="replace"))[-1]
-        *_, said, text = ["{}", *LINE.split(of_this_process)]  # the handler in C writes no such line
-        # It ends with the main thread
+        *_, said, text = ["{}", *LINE.split(of_this_process)]  # faulthandler's handler in C writes no such line
+        # A whole dump ends with the main thread
         return replace(answer, text=text, **json.loads(said)) if place_of(text, answer.main) is not None else answer
     except (OSError, LookupError, ValueError, TypeError):
         return None

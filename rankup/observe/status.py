@@ -1,7 +1,7 @@
-"""The command `status`: how a run stands, read from its files alone, by anybody who can read them. No torch here.
+"""The command `status` shows the state of a run. It needs only the run's files. This module does not import torch.
 
-A killed job says nothing, so the age of its last sign of life counts: rank 0 replaces its report every two seconds
-(`rankup.observe.goodput`), and its lease as often.
+A killed job can't report its end, so the age of its last sign of life counts: rank 0 replaces its report every two
+seconds (`rankup.observe.goodput`), and its lease as often.
 """
 
 import json
@@ -30,11 +30,11 @@ MOST_RESTARTS = 5
 
 
 def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
-    """What to print of `run`, see `find_run`, or of all runs in the folder `runs`. Raises UserError."""
+    """Return what to print about `run`, see `find_run`, or about all runs in the folder `runs`. Raises UserError."""
     folder, now = find_run(runs, run) if run else None, time.time()
     try:
         paths = [folder] if folder else sorted(path for path in runs.glob("*") if is_run(path))
-        # The run that was heard of last stands in front
+        # The run with the newest sign of life comes first
         found = sorted((look(path, now=now) for path in paths), key=lambda each: float(each["last_sign_s"]))
         if as_json:
             return json.dumps(found[0] if folder else found) + "\n"
@@ -47,15 +47,15 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
 
 
 def watch(runs: Path, run: str = "") -> None:
-    """Draw it anew until the run has ended, or until Ctrl-C. In a pipe the last screen alone is printed."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal gets its cursor back
+    """Redraw the status until the run has ended, or until Ctrl-C. In a pipe, print only the last screen."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that `Live` restores the terminal's cursor
     with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
         while True:
             live.update(Text.from_ansi(status(runs, run).rstrip("\n")), refresh=True)
             if run:
                 found = look(find_run(runs, run), now=time.time())
                 silent = found["last_sign_s"] > RUN_SILENT_S
-                # One that failed or was stopped may be going on at once
+                # A run that failed or was stopped may be restarting
                 if found["state"] == "finished" or (found["state"] in ("failed", "stopped") and silent):
                     return
             time.sleep(REPORT_S)
@@ -65,10 +65,10 @@ def watch(runs: Path, run: str = "") -> None:
 
 
 def look(run_dir: Path, *, now: float) -> dict[str, Any]:
-    """How the run in this folder stands, for `--json`. `now`: of `time.time()`. Ages, in `_s`, are seconds before it.
+    """Return the state of the run in this folder, for `--json`. `now`: the `time.time()` from which ages are counted.
 
-    What is not known is None or empty: a script of the user's own reports no steps, and a job that was killed while it
-    started has reported nothing.
+    Unknown values are None or empty. A script that does not import rankup reports no steps, and a job that was killed
+    while it started has reported nothing.
     """
     summary, reports = read_json(run_dir / "status.json"), read_reports(run_dir)
     attempt, state = summary.get("attempt", ""), summary.get("state", "unknown")
@@ -76,11 +76,11 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     live = newest if newest is not None and newest.attempt == attempt else None
     beats = [_modified(run_dir / "lease.json"), newest.time if newest else 0.0] if state == "running" else [0.0]
     last_sign_s = max(0.0, now - max(_modified(run_dir / "status.json"), *beats))
-    # An attempt that finished the run was not restarted, though a later one may have looked at it or added epochs
+    # An attempt that finished the run was not restarted, although a later one may have read the run or added epochs
     earlier = [report for report in reports if report is not live and not report.finished]
     return {
         "run": run_dir.name, "folder": str(run_dir), "state": state, "attempt": attempt,
-        # A script of the user's own beats nowhere: its silence says nothing
+        # Without a lease and a report there are no signs of life to miss. A run that has ended is not silent either
         "silent": any(beats) and last_sign_s > RUN_SILENT_S, "last_sign_s": round(last_sign_s, 1),
         "code": summary.get("code"), "why": summary.get("why", ""), "world_size": summary.get("world_size"),
         "step": newest.step if newest else None, "total_steps": newest.total_steps if newest else None,
@@ -100,14 +100,14 @@ def _modified(path: Path) -> float:
 
 
 def _ranks(summary: dict[str, Any], live: Report | None) -> list[dict[str, Any]]:
-    """Each rank that is known: how it ended, or where it stood when rank 0 last heard of it."""
+    """Return each known rank: how it ended, or its step and phase when rank 0 last heard from it."""
     signs = {sign["rank"]: sign for sign in live.ranks} if live else {}
     ends = {end["rank"]: end for end in summary.get("ranks", {}).values()}
     return [{**signs.get(rank, {}), **ends.get(rank, {})} for rank in sorted(ends or signs)]
 
 
 def _end(run_dir: Path, report: Report) -> dict[str, Any]:
-    """How an earlier attempt ended, as its ranks wrote it down; code and reason are those of the cause."""
+    """Return how an earlier attempt ended, from its ranks' files. `code` and `why` are those of the cause."""
     files = sorted((run_dir / "status" / report.attempt).glob("rank-*.json"))
     ends = [End.read({"told": False, **end, "cause": end["why"]}, end["host"]) for end in map(read_json, files) if end]
     cause = cause_of(ends)[1] if ends else None
@@ -121,7 +121,7 @@ def _end(run_dir: Path, report: Report) -> dict[str, Any]:
 
 
 def as_text(shown: RenderableType) -> str:
-    """As wide as the terminal; in a pipe as wide as it needs to be."""
+    """Return `shown` as text, as wide as the terminal, or in a pipe as wide as necessary."""
     width = None if sys.stdout.isatty() else 10_000
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
@@ -130,7 +130,7 @@ def as_text(shown: RenderableType) -> str:
 
 
 def overview(runs: list[dict[str, Any]], *, where: str) -> RenderableType:
-    """All runs of the folder `where`, a line each."""
+    """Return a table of all runs in the folder `where`, one line for each."""
     table = _table("run", "state", "step", "speed", "left", "restarts", "goodput")
     for run in runs:
         state = _state(run).partition(":")[0].partition(";")[0]
@@ -142,8 +142,8 @@ def overview(runs: list[dict[str, Any]], *, where: str) -> RenderableType:
 
 
 def screen(run: dict[str, Any], *, now: float) -> RenderableType:
-    """One run. `run`: of `look`, `now`: the time it was made with."""
-    shown = {name: value for name, value in run["metrics"].items() if not name.endswith("_per_s")}  # it stands above
+    """Return the screen of one run. `run`: what `look` returned for `now`."""
+    shown = {name: value for name, value in run["metrics"].items() if not name.endswith("_per_s")}  # shown as "step"
     facts = {
         "run": run["folder"], "state": _state(run), "step": _steps(run), "attempt": run["attempt"],
         "metrics": ", ".join(f"{name} {value:.4g}" for name, value in sorted(shown.items())),
@@ -184,10 +184,10 @@ def _style(run: dict[str, Any]) -> str:
 def _state(run: dict[str, Any]) -> str:
     state, ago = run["state"], duration(run["last_sign_s"])
     if run["silent"]:
-        # Nobody wrote an end: kill -9, a lost machine, or a disk that this machine sees no longer
-        return f"no sign of life for {ago}; nobody wrote down an end"
+        # After kill -9, a lost machine, or the loss of the disk on which the end was recorded
+        return f"no sign of life for {ago}; no end was recorded"
     if state == "running":
-        return "running" if run["ranks"] else "running: it starts, or it runs code that reports no steps"
+        return "running" if run["ranks"] else "running: it is starting, or its code reports no steps"
     if state == "unknown":
         return "unknown: there is no status.json"
     code = f" with exit code {run['code']}" if run["code"] not in (0, None) else ""
@@ -214,7 +214,7 @@ def _steps(run: dict[str, Any]) -> str:
 
 
 def _rank_table(run: dict[str, Any], now: float) -> Table:
-    """Neighbours that stand alike share a row."""
+    """Return the table of the ranks. Neighbouring ranks in the same state share a row."""
     table = _table("rank", "host", "step", "phase", "last sign of life")
 
     def stands(rank: dict[str, Any]) -> tuple[Any, ...]:
@@ -223,9 +223,9 @@ def _rank_table(run: dict[str, Any], now: float) -> Table:
 
     for _, group in groupby(run["ranks"], key=stands):
         alike = list(group)
-        # Of several, the one that was heard of longest ago stands for all
+        # The rank that was heard from longest ago represents the row
         oldest = min(alike, key=lambda rank: float(rank.get("seen", now)))
-        # A script of the user's own says nothing of its steps
+        # A script that does not import rankup reports no steps
         step = ranges({rank["step"] for rank in alike}) if run["total_steps"] else ""
         _add(table, ranges(rank["rank"] for rank in alike), oldest["host"], step, _phase(oldest), _sign(oldest, now))
     return table
@@ -241,7 +241,7 @@ def _phase(rank: dict[str, Any]) -> str:
 
 
 def _sign(rank: dict[str, Any], now: float) -> str:
-    """When rank 0 last heard of it; "" once it has ended."""
+    """Return when rank 0 last heard from the rank, or "" if the rank has ended."""
     if "state" in rank:
         return ""
     silent_s = now - rank["seen"]
@@ -251,8 +251,8 @@ def _sign(rank: dict[str, Any], now: float) -> str:
 
 
 def _how(end: dict[str, Any]) -> str:
-    """Why an attempt before this one ended."""
+    """Describe how an earlier attempt ended."""
     after = f"step {end['step']}" if end["step"] else duration(end["lasted_s"])
     if end["code"] is None:
-        return f"after {after}: no rank wrote down why: killed, or the machine was lost"
+        return f"after {after}: no rank recorded why: it was killed, or its machine was lost"
     return f"after {after}: " + f"{end['why']} (exit code {end['code']})".lstrip()

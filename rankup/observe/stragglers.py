@@ -1,17 +1,17 @@
-"""Which rank keeps the others waiting: each rank measures its steps, rank 0 compares the ranks and says who is slow.
+"""Slow ranks: each rank measures its steps, and rank 0 compares the ranks and logs which one keeps the others waiting.
 
-All ranks end a step together, so the length of a step does not tell who is slow. What tells is when each rank arrives
-where it waits for the others, at the exchange of gradients. Backward computes and then waits, and autograd's engine
-calls a callback of ours between the two: when it has nothing left to compute. DDP waits in a callback that it adds
-later. FSDP, Horovod and a batch norm over all ranks wait elsewhere too (in forward, in the optimizer): that counts as
-computing here. With them a rank that is slow to get its data shows, one that computes slowly does not.
+All ranks end a step together, so the duration of a step does not show which rank is slow. What shows it is the time at
+which each rank begins to wait for the others in the exchange of gradients. Backward first computes and then waits. In
+between, when autograd's engine has nothing left to compute, it calls a callback of ours. DDP waits in a callback that
+it adds later. FSDP, Horovod and a batch norm over all ranks also wait elsewhere (in forward, in the optimizer). That
+time counts as computing here. With these, a rank that loads data slowly is found, but one that computes slowly is not.
 
-What the ranks measured travels with the sum of the values at each report: each rank has places of its own in the vector
-that is summed, where the others add zeros.
+The measurements travel with the sum of the metrics at each report: each rank has its own elements in the summed vector,
+to which the other ranks add zeros.
 
-A machine that does other work too slows now this rank and now that one. So a rank is called slow only after ROW windows
-in a row in which both measures say so: its own part of a step takes LEAST longer, and it waits that much less. With ups
-and downs of 8 % chance alone called no healthy rank slow in 20,000 windows of 2, 3, 4 and 16 ranks.
+Other work on a machine slows different ranks at different times. A rank is therefore called slow only after ROW windows
+in a row in which both measures say so: its own part of a step takes LEAST longer, and it waits that much less. With
+random variations of 8 %, no healthy rank was called slow in 20,000 windows of 2, 3, 4 and 16 ranks.
 """
 
 import math
@@ -31,22 +31,22 @@ from rankup.group.group import Group
 
 DATA, COMPUTE, WAITING = range(3)
 PARTS = ("data", "compute", "waiting")
-LEAST = 0.08  # of the median's own time
+LEAST = 0.08  # the least slowdown that counts, as a share of the other ranks' own time
 ROW = 10  # windows in a row until a rank is called slow
-WINDOW_S = 5.0  # of the reports that are looked at together: short ones say little of a busy machine
+WINDOW_S = 5.0  # the reports of this time are combined, because a short time says little about a busy machine
 
 
 # Measured by each rank ------------------------------------------------------------------------------------------------
 
 
 class StepClock:
-    """Adds up the seconds of each part. The loop says when a part ends; it costs about 5 µs a step.
+    """A clock that adds up the seconds of each part of a step. The loop marks the ends of parts, at about 5 µs a step.
 
-    For a GPU the host only queues work and goes on: marks are events in that queue, and nothing waits for them. One
-    process is compared with nobody: it has no callbacks and no events.
+    On a GPU the host only queues work, so the marks are events in the GPU's queue, and nothing waits for the events. A
+    process without other ranks is not compared: it has no callbacks and no events.
 
-    `link`: through it two ranks of one host exchange gradients in the middle of backward. Its `waited_s` says how long
-    this rank has waited there so far.
+    `link`: the connection through which two ranks of one host exchange gradients during backward. Its `waited_s` is the
+    time for which this rank has waited there so far.
     """
 
     def __init__(self, device: torch.device, *, world_size: int) -> None:
@@ -56,14 +56,14 @@ class StepClock:
         self._seconds = [0.0, 0.0, 0.0]
         self._lap_s, self._linked_s = time.perf_counter(), 0.0
         self._backward_seen = False
-        self._events: deque[tuple[int | None, torch.Event]] = deque()  # with the part that each one ends
+        self._events: deque[tuple[int | None, torch.Event]] = deque()  # each with the part that it ends
 
     def start(self) -> None:
-        """A step begins. What was between the steps (evaluation, saves, reports) counts nowhere."""
+        """Begin a step. The time between steps (evaluation, saves, reports) does not count."""
         self._lap_s = time.perf_counter()
 
     def has_batch(self) -> float:
-        """This rank has its batch, and computing begins. Returns for how many seconds it waited."""
+        """Note that this rank has its batch and begins to compute. Return for how many seconds it waited."""
         began_s = self._lap_s
         self.mark(DATA)
         if self._queues:
@@ -71,7 +71,7 @@ class StepClock:
         return self._lap_s - began_s
 
     def mark(self, part: int) -> None:
-        """What was done since the last mark was `part`: by the host, or on a GPU by what was given to it."""
+        """Count the time since the last mark as `part`: the host's time, or on a GPU the time of the queued work."""
         if self._queues and part != DATA:
             self._record(part)
             self._read()
@@ -86,16 +86,16 @@ class StepClock:
         self._seconds[part] += took_s
 
     def split_backward(self, loss: torch.Tensor) -> None:
-        """Call it before backward of this loss, and `mark(WAITING)` after it."""
-        # The engine takes callbacks only while it runs, and calls them in the order in which they came. The gradient
-        # of the loss is the first of all, so DDP's callback comes later
+        """Tell computing from waiting in the backward pass of `loss`. Call `mark(WAITING)` after that pass."""
+        # The engine accepts callbacks only while it runs, and calls them in order. Our hook runs first of all, because
+        # it is on the gradient of the loss, so DDP's callback comes later
         if self._compared:
             loss.register_hook(self._backward_began)  # type: ignore[no-untyped-call]
 
     def watch(self, module: nn.Module) -> None:
-        """The same for each backward pass through `module`, whatever the loss is."""
+        """Do the same for each backward pass through `module`, for any loss."""
 
-        def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:  # what it returned would be the output
+        def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:  # a result would replace the output
             for each in tree_leaves(output):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
                     self.split_backward(each)
@@ -105,13 +105,13 @@ class StepClock:
             module.register_forward_hook(after_forward)
 
     def end_of_backward(self) -> None:
-        """All backward passes of the step are over: what came after the last one's own work was a wait."""
+        """Note that all backward passes of the step are over. The time since the last one's computing was a wait."""
         self.mark(WAITING if self._backward_seen else COMPUTE)
         self._backward_seen = False
 
     def take(self) -> list[float]:
-        """Seconds of DATA, COMPUTE and WAITING since the last call. On a GPU: of what it is done with, which is all at
-        a report."""
+        """Return the seconds of DATA, COMPUTE and WAITING since the last call. On a GPU only finished work counts; at a
+        report all work is finished."""
         self._read()
         taken, self._seconds = self._seconds, [0.0, 0.0, 0.0]
         return taken
@@ -132,7 +132,7 @@ class StepClock:
         while len(self._events) > 1 and self._events[1][1].query():
             _, began = self._events.popleft()
             part, ended = self._events[0]
-            if part is not None:  # None: before the step, which is no work
+            if part is not None:  # None: the event begins a step, and the time before it does not count
                 self._seconds[part] += began.elapsed_time(ended) / 1000
 
 
@@ -140,40 +140,40 @@ class StepClock:
 
 
 def gaps(seconds: torch.Tensor) -> list[float]:
-    """By how much of the others' own time each rank holds them up by both measures, 0.18 for 18 %. `seconds`: of each
-    part of a step, float [ranks, parts]."""
+    """Return how much each rank delays the others by both measures, as a share of their own time: 0.18 for 18 %.
+    `seconds`: the seconds of each part of a step, float [ranks, parts]."""
     own, waits = seconds[:, :WAITING].sum(1).tolist(), seconds[:, WAITING].tolist()
     pairs = zip(own, _others(own), waits, _others(waits), strict=True)
     return [min(mine - theirs, their_wait - wait) / max(theirs, 1e-9) for mine, theirs, wait, their_wait in pairs]
 
 
 def _others(values: list[float]) -> list[float]:
-    """For each value the median of all others: of two ranks, the other one's."""
+    """Return for each value the median of all other values. With two ranks it is the other rank's value."""
     return [statistics.median(values[:place] + values[place + 1 :]) for place in range(len(values))]
 
 
 class RankReports:
-    """Sends what this rank measured, and on rank 0 says which ranks are slow.
+    """Sends this rank's measurements, and on rank 0 logs which ranks are slow.
 
-    `load`: how much more than its exact part of the batch each rank takes; of 4 samples for three ranks the first takes
-    2, and is not slow for that. Empty: all take theirs.
+    `load`: each rank's samples relative to its exact share of the batch. If three ranks share 4 samples, the first one
+    takes 2 (a load of 1.5), and is not called slow because of that. Empty: all ranks take their exact share.
     """
 
     def __init__(self, group: Group, clock: StepClock, *, step: int) -> None:
-        """`step`: where the run is."""
+        """`step`: the last finished step."""
         self.group, self._clock = group, clock
         self.load: Sequence[float] = ()
-        # Rank 0's: the sums of the window that is open, and when and with which step it began
+        # On rank 0: the sums of the open window, and the time and the first step of that window
         self._seconds = torch.zeros(group.world_size, len(PARTS), dtype=torch.float64)
         self._began_s, self._first, self._saved = -math.inf, step + 1, False
-        # The newest: the first step, the seconds of a step, and the gaps
+        # The newest windows: the first step, the seconds of a step, and the gaps
         self._windows = deque[tuple[int, torch.Tensor, list[float]]](maxlen=ROW)
-        self._called = set[int]()  # slow, in a line
+        self._called = set[int]()  # the ranks that were called slow in the log
 
     def exchange(self, values: Sequence[float], *, step: int, saving: bool) -> list[float]:
-        """All ranks call this at a report, with as many `values`, once these have come from the device. Returns the
-        ranks' means. `saving`: rank 0 writes a copy beside the training. It works for two then, which would hide a slow
-        rank."""
+        """Return the means of all ranks' `values`. All ranks call this at a report, with equally many values, after the
+        values have come from the device. `saving`: rank 0 writes a copy in the background. This extra work would hide a
+        slow rank."""
         group, own = self.group, self._clock.take()
         if group.world_size == 1:
             return [*values]
@@ -193,8 +193,8 @@ class RankReports:
         return means
 
     def look(self, first: int, seconds: torch.Tensor) -> list[str]:
-        """What there is to say after a window of steps from `first` on: nothing in a healthy job. `seconds`: see
-        `gaps`."""
+        """Return the lines to log after a window of steps that began at `first`, none in a healthy job. `seconds`: as
+        in `gaps`."""
         window = seconds.clone()
         if self.load:
             window[:, :WAITING] /= torch.tensor(self.load)[:, None]
@@ -205,7 +205,7 @@ class RankReports:
         return [f"rank {rank} ({self.group.hosts[rank]}) {self._how_slow(rank)}" for rank in new]
 
     def _how_slow(self, rank: int) -> str:
-        """And in which part of a step this rank loses most, with its own time and the median of all ranks."""
+        """Describe the slowdown, and the part of a step in which the rank loses most compared with the median."""
         usual = torch.stack([seconds for _, seconds, _ in self._windows]).median(0).values
         median = usual.median(0).values
         part = int((usual[rank] - median)[:WAITING].argmax())

@@ -1,5 +1,5 @@
-"""Atomic file writes, after which a reader sees the old or the new content, never half of it. Also this machine's
-folders for downloads and for runs in an object store. This module does not import torch."""
+"""Atomic file writes: a reader sees the old or the new content, never half of it. Also this machine's folders for
+downloads and for runs in an object store. This module does not import torch."""
 
 import errno
 import hashlib
@@ -131,7 +131,7 @@ def cache_roots() -> list[Path]:
     roots = [Path(wanted)] if (wanted := cache_folder()) else roots
     if not (own := [root for root in roots if _is_own(root)]):
         raise UserError(
-            f"cache: {roots[0]} must belong to this user, got another's. Set RANKUP_CACHE to another folder."
+            f"cache: {roots[0]} must belong to this user, got another user's. Set RANKUP_CACHE to another folder."
         )
     return own
 

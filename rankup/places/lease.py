@@ -4,8 +4,8 @@ An owner gives signs of life. Another process may take the run over if the owner
 and was taken for dead may wake up right before any of its writes, so each place must refuse such a write:
 
 - In a folder, an owner writes a file under a hidden name, then reads the lease, then renames the file. The next owner
-  first writes the lease and then removes all hidden files, so that a late rename fails. To move files away, an owner
-  moves them in the same order into a hidden folder, which the next owner renames. metrics.jsonl is appended to: if the
+  first writes the lease and then removes all hidden files, so that a late rename fails. Files are put aside in the same
+  way: an owner moves them into a hidden folder, which the next owner renames. metrics.jsonl is appended to: if the
   earlier owner may still wake up and write to its open file, the next owner copies the content to a new file.
 - At an address, every owner has a number and writes only below that number (see `rankup.state.second_place`). The
   object store only has to support "create unless it exists".
@@ -66,7 +66,7 @@ class Lease:
         self.attempt, self.agreed, self.life_s, self.beat_s = attempt, agreed, life_s, beat_s
         self.token = secrets.token_hex(8)  # the attempt's id won't do: a launcher may give the same id twice
         self._lock = contextlib.ExitStack()  # the kernel's lock
-        self._may_wake = False  # the previous owner may be frozen and wake up
+        self._may_wake = False  # whether the previous owner may only be frozen, and wake up
         self._released = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="lease", daemon=True)
 
@@ -97,7 +97,7 @@ class Lease:
 
     def _compare(self, owner: Owner) -> None:
         if owner and owner.get("token") != self.token:
-            raise PeerLost(f"another attempt owns {self.where} by now ({_who(owner)})")
+            raise PeerLost(f"another attempt owns {self.where} now ({_who(owner)})")
 
     def _begin(self) -> Owner:
         """Try to lock, and return the present owner, or {} if there is none or it is certainly dead.
@@ -191,7 +191,7 @@ class StoreLease(Lease):
     """
 
     def __init__(self, place: Place, folder: Lease, *, life_s: float = 30.0, beat_s: float = 5.0) -> None:
-        # Each beat is one small write, and all beats together cost 0.4 US cents an hour on S3
+        # Each beat is one small write. On S3 these writes cost 0.4 US cents an hour
         super().__init__(Path(), folder.attempt, agreed=folder.agreed, life_s=life_s, beat_s=beat_s)
         self.place, self.where, self.folder, self.number = place, place.url, folder, 0
         self.token, self.predecessor = folder.token, folder.predecessor
@@ -267,7 +267,7 @@ def _who(owner: Owner) -> str:
 @dataclass(slots=True)
 class Lineage:
     """The line of attempts that a run's state comes from, as kept in `run.json`. The memory of a node or another place
-    may hold a copy that the run has long left behind. A copy is used only if it is on this line.
+    may hold a copy that the run has long left behind. A copy from there is used only if it is on this line.
 
     `run`: the run's id; a run begun anew in the same directory gets a new id. `begun_by`: the attempt that began the
     run. `start`: the id of that attempt's launch. `attempts`: [mark, step] of each attempt, which resumed at that step

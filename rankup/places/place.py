@@ -58,7 +58,7 @@ class Place:
         extra = extra_of(url)
         kind = extra or (url.partition("://")[0] if is_url(url) else "file")
         try:
-            import fsspec  # takes 0.1 s, which a run without an address does not need to spend
+            import fsspec  # here, because it takes 0.1 s, which a run without an address saves
 
             fs, root = fsspec.core.url_to_fs(url, **_OPTIONS.get(kind, {}))
         except ImportError as error:
@@ -108,8 +108,8 @@ class Place:
         self._try(f"write {name}", lambda: self._call("pipe_file", self._path(name), content), writes=True)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a small object unless the name exists. Returns whether it was written. A store without conditional
-        writes always returns True."""
+        """Write a small object unless the name exists. Return whether it was written, which is always True at a store
+        without conditional writes."""
         path = self._path(name)
 
         def write() -> bool:

@@ -28,7 +28,7 @@ CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # kinds of copies; at
 class Candidate:
     """A copy that `rank` can reach on `node`. `words`: a description for the user. `attempt` is the mark of the attempt
     that wrote the copy; `attempt` and `run` are "" if they can't be read. `lineage`: the lineage of that attempt, for a
-    copy outside rank 0's folder. `ranks`: the ranks whose part this is. `parts`: the parts that together are whole."""
+    copy outside rank 0's folder. A part has `ranks`, which all hold it, and `parts`, which together are whole."""
 
     rank: int
     node: str
@@ -59,8 +59,8 @@ def in_order(
     candidates: Iterable[Candidate], known: Lineage | None, wanted: Callable[[Lineage], bool], group: Group
 ) -> Iterator[tuple[Lineage | None, Candidate]]:
     """Yield the copies in the order in which to try them, each with its lineage: copies on the newest lineage, then
-    what else rank 0 has, then copies on older lineages, and within each the newest first. `known`: rank 0's lineage.
-    Raises UserError if rank 0 has no copy and the other ranks know several runs."""
+    others of rank 0, then copies on older lineages, each newest first. `known`: rank 0's lineage. `wanted`: whether to
+    resume a run. Raises UserError if rank 0 has no copy and the other ranks know several runs."""
     left = sorted(distinct(candidates, len(group.hosts)), key=lambda one: (-one.step, one.kind, one.rank))
     lines = [(one, Lineage(**one.lineage)) for one in left if one.lineage is not None]
     lines = [(one, line) for one, line in lines if (line.run == known.run if known else wanted(line))]

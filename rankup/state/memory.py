@@ -49,7 +49,7 @@ def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = ma
     problems = []
     for home in homes():
         try:
-            home.mkdir(mode=0o700, exist_ok=True)  # a rescue holds the weights
+            home.mkdir(mode=0o700, exist_ok=True)  # private, because a rescue holds the weights
             if not _is_ours(home):
                 raise PermissionError(f"{home} belongs to another user or is open to others")
             if (left := min(free, shutil.disk_usage(home.parent).free)) < needed:
@@ -74,7 +74,7 @@ def list_held() -> Iterator[Path]:
 
 def remove(run: str, keep: range = range(0)) -> None:
     """Remove what this node's memory holds of the run, finished or not, except for the steps in `keep`. Several ranks
-    may call this at once, but not while a part is being written. A rescue may be: its step must be in `keep`."""
+    may call this at once, but not while a part is being written. A rescue being written must be of a step in `keep`."""
     for folder in _folders():
         if folder.name.partition(".")[0] == run:
             with contextlib.suppress(OSError):  # another rank has removed the folder, or something in it is kept

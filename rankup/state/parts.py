@@ -140,7 +140,7 @@ class Parts:
         try:
             copying_s = self._copies.wait()
             path = _keep(self._folders[self.group.rank], step, files)
-        finally:  # also after a failure: the other ranks wait for this rank's part, or for the word that there is none
+        finally:  # also after a failure: the other ranks wait for this rank's part, or for a note that there is none
             sent = _send(path, self._peer, self._link) if self._peer is not None else []
             received = {rank: _receive(rank, self._link) for rank in self._folders if rank != self.group.rank}
             for work, _ in sent:
@@ -154,7 +154,7 @@ class Parts:
 
 
 def _keep(folder: Path, step: int, files: Mapping[str, Content]) -> Path:
-    """Write a part, and keep the last one, which all ranks know to be whole. Raises UserError."""
+    """Write a part, and keep the part before, which all ranks know to be whole. Raises UserError."""
     for older in list_copies(folder)[:-1]:
         discard(older)
     remove_unfinished(folder)
@@ -183,12 +183,12 @@ def _folder_of(run: str, rank: int) -> str:
     return f"{run}.rank-{rank:05d}"
 
 
-# Going on -------------------------------------------------------------------------------------------------------
+# Resuming -------------------------------------------------------------------------------------------------------
 
 
 def load(parts: Sequence[Candidate], group: Group) -> Copy:
-    """Return this rank's part among the `parts` of a step, as a copy. All ranks call this. A damaged part is removed,
-    and replaced by the same part from another node. Raises Damaged on all ranks if a rank's part can't be found."""
+    """Return this rank's part among the `parts` of a step, as a copy. All ranks call this. A damaged part is removed
+    and replaced by the same part from another node. Raises Damaged on all ranks if a rank has no whole part left."""
     nodes, left, why = group.gather(node_id()), [*parts], ""
     while True:
         path, problem, chosen = Path(), "", list[Candidate]()

@@ -99,7 +99,7 @@ def read(path: Path, check: Check = no_check) -> Copy:
 
 @contextlib.contextmanager
 def _fitting(path: Path) -> Iterator[None]:
-    """Turn every error but UserError into Damaged. The digests are right, so the files were written inconsistent."""
+    """Turn every error but UserError into Damaged. The digests are right, so the files were wrong when written."""
     try:
         yield
     except UserError:

@@ -302,7 +302,7 @@ class HostCopies:
         return float(began.elapsed_time(ended)) / 1000
 
     def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a buffer in the memory format of `tensor`. With another format the copy would be per element."""
+        """Return a buffer in the memory format of `tensor`. A copy to another format would go element by element."""
         had, like = self._buffers.get(name), torch.empty_like(tensor, device="meta")
         if had is not None and (had.dtype, had.shape, had.stride()) == (like.dtype, like.shape, like.stride()):
             return had

@@ -38,7 +38,7 @@ from rankup.urls import is_url
 KEY = re.compile(r"\d{8,}/checkpoints/([\w-]+)/step-\d{8,}-[0-9a-f]{12}/manifest\.json")
 FILES = (FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
 TENSORBOARD = "tensorboard"
-BEFORE_WATCHDOG = 0.9  # share of a deadline after which we fail, before the watchdog does, which can't name the place
+BEFORE_WATCHDOG = 0.9  # the share of a deadline for requests: the watchdog fails later, and can't name the place
 
 
 # What a place holds, for commands too. All functions raise as `Place` does -------------------------------------------
@@ -150,7 +150,7 @@ class SecondPlace:
     # At opening -----------------------------------------------------------------------------------------------
 
     def adopt(self, stack: contextlib.ExitStack, *, wanted: Callable[[Lineage], bool]) -> list[list[Any]]:
-        """Take ownership of the place. Fetch its run if the folder is empty, or if a required place is ahead of it.
+        """Take ownership of the place. Fetch its run if the folder is empty, or a required place is ahead of it.
         Return the place's copies of the folder's run, as fields of a Candidate from `where` on. A required place
         belongs to this attempt until `stack` ends; a mirror belongs to the attempt that came last. `wanted`: whether
         this attempt may resume a run. Raises OSError; also UserError and PeerLost if the place is required or may be
@@ -168,7 +168,7 @@ class SecondPlace:
             behind = self.required and not (here and here.goes_on_from(there))
             if behind and not nothing_here:  # the run continued on another machine, without what is here
                 aside = put_aside(self.folder, check=self.lease.check)
-                self.log.info(f"{self.called} went on elsewhere: this machine's older files were moved to {aside}")
+                self.log.info(f"{self.called} continued elsewhere: this machine's older files were moved to {aside}")
             if behind or nothing_here:
                 self.fetch_files(number)
             elif here and here.run == there.run and there.number > here.number:  # another machine has been node 0 since
@@ -244,7 +244,7 @@ class SecondPlace:
         if not self.lease.number:  # the mirror did not answer when the run was opened
             here, (_, there) = Lineage.read(self.folder), newest_run(self.place, self.place.names())
             if here and there and there.run == here.run and not here.goes_on_from(there):
-                raise PeerLost(f"another attempt has gone on with the run on {self.place.url}")
+                raise PeerLost(f"another attempt has continued the run on {self.place.url}")
         self._claim()
         self.lease.look()
         copies.uploading.add(path)

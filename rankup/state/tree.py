@@ -67,7 +67,7 @@ class TensorFile:
         for tensor in self._tensors.values():
             if tensor.numel():
                 whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                flat = whole.as_strided([whole.numel()], [1])  # view() needs stride 1, which one element may not have
+                flat = whole.as_strided([whole.numel()], [1])  # view() needs stride 1; one element may have any stride
                 yield flat.view(torch.uint8).numpy().data
 
 

@@ -226,10 +226,10 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(monkey
     (told,) = {*one.said}
     problem = told.removeprefix("still waiting: ")
     assert problem.startswith(f"127.0.0.1:{at} refuses the connection: the machine answers, but nothing listens on ")
-    assert problem.endswith("A loopback address is each machine itself")
-    assert str(caught.value).startswith(f"rank 1 of 3 on node1 could not join within 1 s: {problem}. MASTER_ADDR and ")
+    assert problem.endswith("A loopback address reaches only the machine itself")
+    assert str(caught.value).startswith(f"rank 1 of 3 on node1 could not join within 1 s: {problem}. On all ranks, ")
     one.attendance.problem = "rank 1 differs. Set the same."
-    assert ": rank 1 differs. Set the same. MASTER_ADDR and " in str(one.attendance._failure())
+    assert ": rank 1 differs. Set the same. On all ranks, MASTER_ADDR and " in str(one.attendance._failure())
 
 
 @pytest.mark.parametrize("wrong", [

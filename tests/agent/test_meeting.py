@@ -382,7 +382,7 @@ async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
         puppets[1].vanish()
         await puppets[0].hears("lost"), await new.hears("lost")
         await here.pass_time(NOTICE_S, puppets[0], new)
-        text = "2 of at least 2 nodes are here, 1 of them without their imports yet (lost: rank 1 on node1 (pid 1001): "
+        text = "2 of at least 2 nodes are here, 1 of them still importing torch (lost: rank 1 on node1 (pid 1001): "
         for puppet in (puppets[0], new):
             assert (await puppet.hears("waiting"))["text"].startswith(text)
         puppets[0].say("alive", ranks=[], warm=False)  # there is no other that leads
@@ -392,7 +392,7 @@ async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
         assert (await puppets[0].hears("propose"))["n"] == n
         puppets[0].say("ready", n=n, problem="")
         await here.pass_time(NOTICE_S, puppets[0], new)
-        late = "all 2 ranks have joined, but after 20 s some still import torch or end earlier ranks"
+        late = "all 2 ranks have joined, but after 20 s some still import torch or wait for earlier ranks to end"
         for puppet in (puppets[0], new):
             assert (await puppet.hears("waiting"))["text"] == f"{late} (late: 1 on node2)"
 
@@ -418,7 +418,7 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
         return asyncio.run(attendance.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
 
     for node in (3, 63):
-        with pytest.raises(ConnectionError, match="node 2 is to lead, and does not yet"):
+        with pytest.raises(ConnectionError, match="node 2 should lead, but does not lead yet"):
             elect(node)
         assert len(asked) <= 5
     assert elect(2) is None
@@ -784,7 +784,7 @@ async def test_who_is_missing_is_told_to_all_every_ten_seconds():
             await puppet.hears("propose")
         puppets[0].say("ready", n=2, problem="")
         await here.pass_time(10.0, *puppets)
-        late = "after 40 s some still import torch or end earlier ranks (late: 1 on node1; 2 on node2)"
+        late = "after 40 s some still import torch or wait for earlier ranks to end (late: 1 on node1; 2 on node2)"
         assert (await puppets[0].hears("waiting"))["text"] == f"all 3 ranks have joined, but {late}"
 
 

@@ -229,7 +229,7 @@ def test_job_ends_where_a_bad_node_is_needed(tmp_path: Path) -> None:
         nodes.add(0)
         nodes.add(1, env={"BAD": ""})
         assert job.wait() == [137, 137], job.output
-    assert "failure 2 of its ranks, and without that node too few are here" in job.outputs[0]
+    assert "failure 2 of its ranks, and too few nodes are left without that one" in job.outputs[0]
 
 
 # Cut networks ---------------------------------------------------------------------------------------------------------

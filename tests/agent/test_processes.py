@@ -175,7 +175,7 @@ def test_memory_kills_are_counted_in_the_own_group(
 
 
 @pytest.mark.parametrize(("now", "text"), [
-    (3, "if nobody sent it, the memory was not enough, or the limit of the container or job"),
+    (3, "unless somebody sent it, the memory of the machine, container or job was not enough"),
     (4, "out-of-memory kills in this container or job meanwhile: 1. Give it more memory"),
 ])
 def test_sigkill_is_explained_by_the_kills_that_were_counted_meanwhile(

@@ -87,7 +87,7 @@ MISTAKES = {
     "launch --restart-args ' x.py": "argument --restart-args: invalid split value:",
     "launch --shared-dir s3://user:key@bucket x.py": "--shared-dir must be an address without user, password, key",
     "export s3://user:key@bucket/mine mine.pt": "RUN must be an address without user, password, key",
-    "launch --spares 1 x.py": "--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 and spares.",
+    "launch --spares 1 x.py": "--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 with --spares 1.",
     "launch --nnodes 2: x.py": "argument --nnodes: invalid nodes value: '2:'.",
     "launch --nnodes 3:2 x.py": "argument --nnodes: invalid nodes value: '3:2'.",
     "launch --max-failures-per-node 3 x.py": "--spares and --max-failures-per-node must come with --nnodes 2:4",

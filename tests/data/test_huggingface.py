@@ -324,7 +324,7 @@ def test_name_is_downloaded_once_by_two_ranks_when_asked_for(forks: Forks, serve
     named = (*words, "--name", "named", "--dataset", f"hf:{NAME}")
     unasked = forks.run(*named, env=env)
     assert unasked[0] == [2], unasked[1]
-    assert "Nothing is downloaded unasked" in unasked[1]
+    assert "To download it, set --hf-download" in unasked[1]
     assert served.requests == []
     asked = forks.run(*named, "--hf-download", world_size=2, env=env)
     assert asked[0] == [0, 0], asked[1]

@@ -68,17 +68,17 @@ def test_agent_of_several_on_a_machine_counts_the_ranks_of_all(
 
 @pytest.mark.parametrize(("env", "options", "said"), [
     ({}, {"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "RANK must be a whole number from 0 to 1, got '2'"),
-    ({}, {"node_rank": 1}, r"--node-rank must be 0, .* got 1\. .* give --nnodes too\."),
+    ({}, {"node_rank": 1}, r"--node-rank must be 0 to match .* got 1\. .* give --nnodes too\."),
     ({}, {"nnodes": 2}, r"--master-addr must name node 0's machine when there are several nodes, got nothing\."),
     ({}, {**NODE, "master_addr": "a b"}, "MASTER_ADDR must be a host name or an address"),
     # Half a set, and two that contradict each other
     ({"MASTER_ADDR": "a"}, {"nproc": 2}, "MASTER_ADDR='a' but RANK WORLD_SIZE MASTER_PORT are not set"),
-    (FULL, {"node_rank": 0}, r"--node-rank must be 1, as RANK=1 and .* \(from environment\), got 0"),
-    (FULL, {"nnodes": 1}, r"--nnodes must be 4, as .* WORLD_SIZE=4 \(from environment\), got 1\. Leave --nnodes out"),
-    (STEP, {"nnodes": 2}, r"--nnodes must be 4, as .* \(from slurm\), got 2"),
+    (FULL, {"node_rank": 0}, r"--node-rank must be 1 to match RANK=1 and .* \(from environment\), got 0"),
+    (FULL, {"nnodes": 1}, r"--nnodes must be 4 to match .* WORLD_SIZE=4 \(from environment\), got 1\. Leave --nnodes"),
+    (STEP, {"nnodes": 2}, r"--nnodes must be 4 to match .* \(from slurm\), got 2"),
     (BATCH, {"nproc": 2}, "Slurm gave this job 2 tasks, but this process is not one of them"),
     # Kubeflow
-    (POD, {"nnodes": 1}, "--nnodes must be 2, as .*, got 1"),
+    (POD, {"nnodes": 1}, "--nnodes must be 2 to match .*, got 1"),
     (elastic("e-worker-0:23456", "1", "2:4"), {"nnodes": 2}, "PET_NNODES=2:4 .* but RANK is not set"),
     ({"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"}, {}, "PET_NNODES=2 PET_NPROC_PER_NODE=auto but RANK is not"),
     # Launchers that start the ranks

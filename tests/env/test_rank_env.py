@@ -117,7 +117,7 @@ def test_options_stand_for_the_variables():
     ("RANK", {"RANK": "0"}), ("WORLD_SIZE", {"WORLD_SIZE": "2"}), ("MASTER_ADDR", {"MASTER_ADDR": "a"}),
 ])
 def test_options_beside_the_variables_are_refused(name: str, environ: Env):
-    with pytest.raises(UserError, match=f"must be left out where {name}="):
+    with pytest.raises(UserError, match=f"must be left out if {name}="):
         with_options(environ, init_method="tcp://node0:29400", rank=0, world_size=2)
 
 
@@ -151,7 +151,7 @@ def test_url_stands_for_the_variables(tmp_path: Path):
     by_file = with_options({}, init_method=f"file://{tmp_path}/a%20b", rank=1, world_size=2)
     env = read_rank_env(dict(by_file))
     assert (env.rank, env.file) == (1, f"{tmp_path}/a b")
-    assert f"rank 1 of 2 (local 0), meeting by {tmp_path}/a b" in describe(env)
+    assert f"rank 1 of 2 (local 0), meeting through {tmp_path}/a b" in describe(env)
 
 
 @pytest.mark.parametrize(("url", "rule"), [
@@ -159,7 +159,7 @@ def test_url_stands_for_the_variables(tmp_path: Path):
         "tcp://node0", "tcp://:29400", "tcp://user@node0:1", "http://node0:29400", "node0:29400", "env://",
         "file://node0/x", "file:///", "tcp://node0:29400?rank=1",
     )),
-    *((f"file:///{name}", "must name a file in a folder that exists") for name in ("no/such/meeting", "tmp")),
+    *((f"file:///{name}", "must name a file in an existing folder") for name in ("no/such/meeting", "tmp")),
 ])
 def test_url_of_another_kind_and_of_no_possible_file_is_refused(url: str, rule: str):
     with pytest.raises(UserError, match=f"--init-method {rule}"):

@@ -29,7 +29,7 @@ def finish(forks: Forks, file: Path) -> str:
 
 def test_file_is_gone_once_the_ranks_have_met(forks: Forks, tmp_path: Path) -> None:
     output = finish(forks, tmp_path / "meeting")
-    assert f"rank 0 of 2 (local 0), meeting by {tmp_path}/meeting; from environment" in output
+    assert f"rank 0 of 2 (local 0), meeting through {tmp_path}/meeting; from environment" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
@@ -51,7 +51,7 @@ def test_file_that_leads_to_nobody_is_no_endless_wait(forks: Forks, tmp_path: Pa
     job = start(forks, tmp_path / "meeting", 1, "--join-timeout-s", "2")
     assert job.wait() == [170]
     assert re.search(rf"rank 1 of 2 on \S+ could not join within 2 s: {why}", job.output), job.output
-    assert "or the file, have to be rank 0's on all ranks" in job.output
+    assert "or the file, must be those of rank 0" in job.output
 
 
 @pytest.mark.parametrize("content", ["my thesis", "[]", '{"rankup": 1}'])

@@ -207,7 +207,7 @@ def no_resolver(case: Case) -> None:
     case.rank(1, 2, 1, addr="no-answer.example", join_s=1)
 
 
-@case(170, ("rank 1 of 2 has not joined", "A loopback address is each machine itself"))
+@case(170, ("rank 1 of 2 has not joined", "A loopback address reaches only the machine itself"))
 def localhost(case: Case) -> None:
     case.both(addr="localhost", join_s=SHORT_S)
 

@@ -205,7 +205,7 @@ def test_sampler_is_drawn_ahead_without_touching_the_random_state_of_the_trainin
 
 
 @pytest.mark.parametrize(("loader", "why"), [
-    ((number for number in range(3)), "neither replayed nor asked"),
+    ((number for number in range(3)), "neither start again nor return"),
     (DataLoader(Numbers(), batch_sampler=Curriculum()), "Curriculum must draw the same batches"),  # type: ignore[arg-type]
     (Prefetching(Numbers(), batch_size=8), "must split its samples among 2 ranks"),
     (DataLoader(Numbers(), batch_size=None), "must split its samples among 2 ranks"),

@@ -82,7 +82,7 @@ def test_optimizer_that_steps_and_is_not_tracked_is_named_once() -> None:
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    assert said == ["track: AdamW steps and is not tracked: after a restart it begins anew, and the weights differ"]
+    assert said == ["track: AdamW steps and is not tracked: a restart resets its state, and the weights will differ"]
     tracked._checks = 0  # the first steps are over
     (weight := nn.Parameter(torch.ones(1))).grad = torch.ones(1)
     torch.optim.AdamW([weight]).step()

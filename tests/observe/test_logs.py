@@ -98,7 +98,7 @@ def test_ranks_and_times_are_chosen(write, tmp_path, capfd) -> None:
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    ("odl --run-dir {0}", "RUN must be a run in {0}/ or its folder, got odl. There are: old."),
+    ("odl --run-dir {0}", "RUN must be a run in {0}/ or a run's folder, got odl. There are: old."),
     ("--run-dir {0}/none", "no run with logs was found in {0}/none."),
     ("{0}/old --rank 3-1", "--rank must be ranks such as 3 or 0-3,7, got 3-1."),
     ("{0}/old --rank 7", "got no logs/rank-7.log in {0}/old."),

@@ -145,7 +145,7 @@ def test_status_shows_the_last_attempts_and_ranks_that_stand_alike_in_a_row(tmp_
     ]
     assert "attempt  a-7" in text
     assert "restarts (7)" in text
-    assert text.count("after step 12: no rank wrote down why: killed, or the machine was lost") == 5
+    assert text.count("after step 12: no rank recorded why: it was killed, or its machine was lost") == 5
     # An attempt that finished the run was not restarted: more epochs were asked for
     replace(read_reports(run)[0], finished=True).write(run)
     assert len(json.loads(status(run, "--json"))["restarts"]) == 6
@@ -156,7 +156,7 @@ def test_status_of_a_run_that_reports_no_steps(tmp_path: Path) -> None:
     file = StatusFile(tmp_path / "own", RankEnv(world_size=2, attempt="a-1"))
     file.write_summary([])
     text = status(tmp_path / "own")
-    assert "state    running: it starts, or it runs code that reports no steps\nattempt  a-1\n" in text
+    assert "state    running: it is starting, or its code reports no steps\nattempt  a-1\n" in text
     file.write_summary([End(0, "node0", 171, "lost rank 1"), End(1, "node0", 1, "KeyError: 'x'")])
     text = status(tmp_path / "own")
     assert re.search(r"^state    failed with exit code 1, \d+ s ago: KeyError: 'x'$", text, re.MULTILINE)

@@ -112,7 +112,7 @@ def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, serve
     away = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{free_port()}"}
     output = forks.ends(*command, "--epochs", "1", env=away)
     assert output.count("tracker mlflow: ") <= 2, output
-    assert " The same command again sends the rest." in output
+    assert " Run the same command again to send the rest." in output
     forks.ends(*MADE_UP, "--epochs", "1", *at(tmp_path / "without"))
     assert result(tmp_path / "late")["digest"] == result(tmp_path / "without")["digest"]
     assert server.runs("late") == []

@@ -170,5 +170,5 @@ def test_a_store_without_conditions_is_said(bucket: Bucket, monkeypatch: pytest.
         assert bucket.said == [
             f"{bucket.url} has no conditional writes: two attempts that begin in the same second may both train"
         ]
-    with pytest.raises(UserError, match="--shared-dir must know conditional writes"):
+    with pytest.raises(UserError, match="--shared-dir must support conditional writes"):
         asyncio.run(id_of(bucket.url))

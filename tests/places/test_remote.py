@@ -149,7 +149,7 @@ def test_a_machine_that_was_left_behind_takes_what_the_store_has_and_keeps_what_
     machines.run("first", "--epochs", "1")
     machines.run("second", "--epochs", "2")
     door.rule = lambda request: 403 if request.method == "GET" and request.name.endswith("/config.yaml") else None
-    assert "went on elsewhere: this machine's older files were moved to" in machines.run("first", code=2)
+    assert "continued elsewhere: this machine's older files were moved to" in machines.run("first", code=2)
     door.rule = lambda request: None
     assert "resumed from step-00000016" in machines.run("first")
     (aside,) = machines.folder_of("first").glob("before-*")

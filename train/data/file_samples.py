@@ -1,4 +1,4 @@
-"""Image files as samples, also those that lie in the rows of a table: decoded when a batch asks for them."""
+"""Samples of image files, or of images in the rows of a table. They are decoded when a batch needs them."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ from .samples import resize
 from .sources import Augment
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as is usual for photographs
-SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crops for ImageNet: share of the area, width / height
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # the random crops for ImageNet: share of the area, width / height
 
 
 @dataclass(eq=False)
 class FileSamples:
-    """Image files. Without augmentation the shorter side is resized, and the middle is cut out. `augment`, in training:
-    True shifts and mirrors this middle; imagenet takes a random part of the whole image in its place; trivial does one
-    random change of colour or shape to that part besides (TrivialAugmentWide)."""
+    """Image files. Without augmentation the shorter side is resized, and the centre is cropped. In training, `augment`
+    True shifts and mirrors this centre crop; imagenet takes a random crop of the whole image instead; trivial also
+    makes one random change of colour or shape to the random crop (TrivialAugmentWide)."""
 
     paths: Sequence[str]
     labels: torch.Tensor  # int64 [N]
@@ -36,24 +36,24 @@ class FileSamples:
     origin: str  # one line
     mean: tuple[float, ...] = MEAN  # mean, std: one per channel, of images / 255
     std: tuple[float, ...] = STD
-    image_size: int = 224  # the height and width that they get
-    margin: bool = False  # of a middle: the shorter side is 8/7 of it first, as in ImageNet's recipe (256 for 224)
-    # Reads image n out of something else; `paths` are names then. Torch warns of memory that can't be written, as bytes
+    image_size: int = 224  # height and width in a batch
+    margin: bool = False  # resize the shorter side to 8/7 of a centre crop, as in ImageNet's recipe (256 for 224)
+    # Returns the bytes of image n, if `paths` are only names. A bytearray: torch warns of bytes, which can't be written
     contents: Callable[[int], bytearray] | None = None
     augment: Augment = False
     seed: int = 0
-    channels: int = 3  # or 1: colours are averaged, for a model that was trained on grey images
+    channels: int = 3  # 1: average the colours, for a model that was trained on grey images
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def cut(self, count: int, size: int | None) -> "FileSamples":
-        """The first `count` samples, all of them with 0, decoded to `size` x `size` pixels; None: to 224 x 224."""
+        """Return the first `count` samples (0: all), to be decoded to `size` x `size` pixels (None: 224 x 224)."""
         count = count or len(self)
         return replace(self, paths=self.paths[:count], labels=self.labels[:count], image_size=size or 224)
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images uint8 [B, C, S, S] and labels int64 [B]. Raises UserError for a file that cannot be decoded."""
+        """Return images, uint8 [B, C, S, S], and labels, int64 [B]. Raises UserError if a file can't be decoded."""
         images = torch.empty(len(indices), 3, self.image_size, self.image_size, dtype=torch.uint8)
         for place, index in zip(images, indices.tolist(), strict=True):
             place.copy_(self._middle(index) if epoch is None or not self.augment else self._augmented(index, epoch))
@@ -62,7 +62,7 @@ class FileSamples:
         return images, self.labels[indices]
 
     def _middle(self, index: int) -> torch.Tensor:
-        # ImageNet's recipe says how each pixel is made: nothing is decoded at a reduced size for it
+        # With `margin` decode at full size, because ImageNet's recipe defines each pixel
         size = self.image_size
         whole = self._decode(index, at_least=None if self.margin else size)
         height, width = whole.shape[1:]
@@ -73,9 +73,9 @@ class FileSamples:
         return middle
 
     def _augmented(self, index: int, epoch: int) -> torch.Tensor:
-        """The middle of one image, shifted by up to an eighth over black, or a random part of it
-        (https://arxiv.org/abs/1409.4842): uint8 [3, S, S]; half are mirrored. The numbers come from torch's random
-        state, in the order of torchvision's RandomCrop or RandomResizedCrop, and RandomHorizontalFlip."""
+        """Return the augmented image `index`, uint8 [3, S, S]: its centre crop, shifted by up to an eighth over black,
+        or a random crop (https://arxiv.org/abs/1409.4842). Half of the images are mirrored. Random numbers are drawn
+        as torchvision's RandomCrop or RandomResizedCrop, and RandomHorizontalFlip, draw them from torch."""
         size = self.image_size
         image = self._middle(index) if self.augment is True else self._decode(index)
         seed_host(derive_seed(self.seed, epoch, index))
@@ -85,8 +85,8 @@ class FileSamples:
             top, left, height, width = RandomResizedCrop.get_params(image, SCALE, RATIO)
             part = resize(image[None, :, top : top + height, left : left + width], size, size)[0]
         part = part.flip(2) if torch.rand(1) < 0.5 else part
-        if self.augment == "trivial":  # https://arxiv.org/abs/2103.10158, as torchvision's own training script uses it
-            from torchvision.transforms import v2  # here: 0.3 s, which the other recipes do without
+        if self.augment == "trivial":  # https://arxiv.org/abs/2103.10158, as in torchvision's own training script
+            from torchvision.transforms import v2  # here because it takes 0.3 s, and only this recipe needs it
 
             part = v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR)(part)
         return part
@@ -95,25 +95,25 @@ class FileSamples:
         return decode(self.paths[index], self.contents(index) if self.contents else None, at_least=at_least)
 
 
-# Decoding to upright RGB: JPEG and WebP by torchvision, everything else by PIL ----------------------------------------
+# Decode to upright RGB: JPEG and WebP by torchvision, other formats by PIL --------------------------------------------
 
-# PIL's name of a format -> torchvision's operator, which is faster: JPEG 1.2 to 2 times, WebP 1.6 times; PNG would not
-# be. MPO is what many phones write: a JPEG with more pictures behind it. The functions in torchvision.io warn, for each
-# image, that TorchCodec is to replace them; where a later torchvision lacks the operators, PIL decodes everything.
+# PIL's name of a format -> torchvision's operator, which is faster: JPEG 1.2 to 2 times, WebP 1.6 times, PNG not. Many
+# phones write MPO: a JPEG followed by more pictures. Do not use the functions in torchvision.io: for each image they
+# warn that TorchCodec will replace them. If a later torchvision has no such operators, PIL decodes everything.
 _OPERATORS = {"JPEG": "decode_jpeg", "MPO": "decode_jpeg", "WEBP": "decode_webp"}
 _FASTER = {name: getattr(torch.ops.image, of) for name, of in _OPERATORS.items() if hasattr(torch.ops.image, of)}
-# EXIF orientation -> how to turn the picture upright. Not by ImageOps.exif_transpose: it writes the block anew, and
-# raises where any tag in it is of another type than usual.
+# EXIF orientation -> how to turn the picture upright. Do not use ImageOps.exif_transpose: it rewrites the EXIF block,
+# and raises if any tag in the block has an unusual type.
 _TURNS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
           5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
           8: Image.Transpose.ROTATE_90}
-_RGB = 3  # the number of torchvision.io.ImageReadMode.RGB
+_RGB = 3  # torchvision.io.ImageReadMode.RGB
 
-Image.preinit()  # PIL's commonest formats: loaded by the fork server once, not at the first image of each rank
+Image.preinit()  # load PIL's most common formats once in the fork server, not at the first image of each rank
 
 
 def read_file(path: str) -> bytearray:
-    """Raises UserError, naming the file, if it is missing or can't be read."""
+    """Read a file. Raises UserError, which names the file, if it is missing or can't be read."""
     try:
         return bytearray(Path(path).read_bytes())
     except OSError as error:
@@ -121,23 +121,23 @@ def read_file(path: str) -> bytearray:
 
 
 def decode(path: str, data: bytearray | None = None, *, at_least: int | None = None) -> torch.Tensor:
-    """The image in the file, or in `data`: uint8 [3, H, W], RGB, turned as its EXIF orientation says. Its strides are
-    those of [H, W, 3]. With `at_least`, a JPEG may be decoded at 1/2, 1/4 or 1/8, neither side below so many pixels: of
-    large photographs that takes a third of the time. Raises UserError for what can't be decoded safely."""
+    """Decode the image in the file `path`, or in `data`: uint8 [3, H, W], RGB, with the strides of [H, W, 3], turned as
+    its EXIF orientation says. `at_least`: a JPEG may be decoded at 1/2, 1/4 or 1/8 if neither side gets fewer pixels;
+    this takes a third of the time for large photographs. Raises UserError if the image can't be decoded safely."""
     data = read_file(path) if data is None else data
     try:
-        # PIL reads the head alone here, 25 µs. It says what the file is, and refuses one that would fill the memory.
+        # PIL reads only the header here, in 25 µs. It finds the format, and refuses images that would fill the memory.
         with Image.open(io.BytesIO(data)) as file:
             whole = file.size
             if at_least is not None:
                 file.draft("RGB", (at_least, at_least))
-            # Not CMYK or transparency, of which torchvision makes other colours than PIL, nor reduced sizes
+            # For CMYK and transparency torchvision gives other colours than PIL. It can't decode at reduced sizes
             if file.mode in ("RGB", "L") and file.size == whole and file.format in _FASTER and _turn(file) is None:
-                with suppress(RuntimeError):  # what torchvision refuses PIL may read, or says better what is wrong
+                with suppress(RuntimeError):  # PIL may read what torchvision refuses, or explains better what is wrong
                     image: torch.Tensor = _FASTER[file.format](torch.frombuffer(data, dtype=torch.uint8), _RGB)
                     if image.ndim == 3:  # an animation has four dimensions
                         return image
-            file.load()  # PIL turns a TIFF by itself, and forgets its orientation then
+            file.load()  # PIL itself turns a TIFF here, and then removes its orientation
             turn = _turn(file)
             upright = file if turn is None else file.transpose(turn)
             # PIL warns when it drops the transparency of a palette, unless the image passes through RGBA.
@@ -145,14 +145,14 @@ def decode(path: str, data: bytearray | None = None, *, at_least: int | None = N
             return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UserError(f"{path}: has too many pixels to be decoded safely. Make it smaller.") from error
-    # Every exception: for damaged files PIL's decoders also raise SyntaxError, struct.error and IndexError.
+    # Catch every exception: for damaged files PIL's decoders also raise SyntaxError, struct.error and IndexError.
     except Exception as error:
         raise UserError(f"{path}: is no image that can be decoded ({one_line(error)}). Remove or repair it.") from error
 
 
 def _turn(file: Image.Image) -> Image.Transpose | None:
-    # PIL's reader and not torchvision's: it also knows the orientation in XMP, which editors write.
+    # Use PIL's reader, not torchvision's: PIL also reads the orientation in XMP, which image editors write.
     try:
         return _TURNS.get(file.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:
-        return None  # ImageNet has a file with damaged EXIF data too; the picture itself is whole
+        return None  # the EXIF data are damaged, as in one file of ImageNet, but the picture is good

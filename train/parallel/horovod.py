@@ -1,4 +1,4 @@
-"""horovod: Horovod averages the gradients, over a gloo of its own beside torch's; all else is as with every method."""
+"""The method horovod: Horovod averages the gradients, over its own gloo. All else works as in other methods."""
 
 import contextlib
 import os
@@ -20,10 +20,10 @@ INSTALL = "`make horovod` builds and installs it; ddp, which is recommended, nee
 
 
 def load_horovod() -> Any:
-    """horovod.torch. Raises UserError where it is not installed, or was built for another torch."""
+    """Return the module horovod.torch. Raises UserError if it is not installed or was built for another torch."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a release of 2023 warns of what Python has removed since
+            warnings.simplefilter("ignore")  # Horovod's release of 2023 uses features that newer Pythons deprecate
             import horovod.torch as horovod
     except ImportError as error:
         needed = f"Horovod built for torch {torch.__version__}"
@@ -36,14 +36,14 @@ class Horovod(Method):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Method]:
-        """Horovod, shut down after success only: a rank that fails leaves at once. Raises JoinError and UserError."""
+        """Run Horovod. Shut it down only after success: a failed rank leaves at once. Raises JoinError, UserError."""
         config, group, horovod = self.config, self.group, load_horovod()
         group.watch.enter("setup", config.setup_timeout_s)
-        # 0 sends one tensor at a time. By default Horovod puts together what happens to be ready at the moment, which
-        # changes the order of sums of three or more ranks from run to run. A user's own number stays.
+        # 0 sends one tensor at a time. By default Horovod fuses the tensors that happen to be ready, and the sums of
+        # three or more ranks differ from run to run. A value that the user has set stays.
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-        os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # we report a lost peer ourselves, by its name
-        os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(2 * WEEK_S)  # after our own deadlines, which know the phase
+        os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # rankup itself reports a lost peer, by its name
+        os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(2 * WEEK_S)  # longer than any deadline of rankup
         with _rendezvous(group):
             try:
                 horovod.init()
@@ -56,17 +56,17 @@ class Horovod(Method):
         horovod.shutdown()
 
     def wrap_optimizer(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Horovod's optimizer around this one, and rank 0's weights on all ranks. From here on backward sends."""
+        """Wrap the optimizer in Horovod's, and give all ranks rank 0's weights. Afterwards backward sends gradients."""
         config, horovod = self.config, load_horovod()
-        state = optimizer.state_dict()  # the same everywhere; Horovod's broadcast of it unpickles what arrives
+        state = optimizer.state_dict()  # equal on all ranks: no need for Horovod's broadcast, which unpickles it
         distributed = horovod.DistributedOptimizer(
             optimizer,
             named_parameters=[(name, p) for name, p in plain.named_parameters() if p.requires_grad],
             compression=horovod.Compression.fp16 if config.compress == "fp16" else horovod.Compression.none,
-            # It counts the backward passes itself, so `micro_batch` has nothing to do
+            # Horovod counts the backward passes itself, so `micro_batch` has nothing to do
             backward_passes_per_step=config.accumulate,
         )
-        distributed.load_state_dict(state)  # it begins with an empty one
+        distributed.load_state_dict(state)  # the new optimizer begins with an empty state
         horovod.broadcast_parameters(plain.state_dict(), root_rank=0)
         assert isinstance(distributed, torch.optim.Optimizer)
         return distributed
@@ -81,8 +81,8 @@ class Horovod(Method):
 
 @contextlib.contextmanager
 def _rendezvous(group: Group) -> Iterator[None]:
-    """Rank 0 serves the store through which Horovod's ranks find each other, at the address of torch's; horovodrun has
-    its own."""
+    """Serve, on rank 0, the store through which Horovod's ranks find each other, on the host of torch's store. Under
+    horovodrun nothing is needed: horovodrun serves that store."""
     if group.world_size == 1 or group.launch.launcher == "horovodrun":
         yield
         return
@@ -95,7 +95,7 @@ def _rendezvous(group: Group) -> Iterator[None]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     host, port = group.broadcast(server.server_address if server else None)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    # Each rank as on a node of its own: Horovod uses nodes only for operations that are not asked for here
+    # Tell Horovod that each rank is on its own node. It needs nodes only for operations that this method does not use
     own = {
         "GLOO_RENDEZVOUS_ADDR": host, "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": interface,
         "HOSTNAME": f"rank-{group.rank}", "RANK": group.rank, "SIZE": group.world_size, "LOCAL_RANK": 0,

@@ -1,4 +1,4 @@
-"""The methods of training in parallel, by what each decides. The loop calls these hooks and knows no method by name."""
+"""The methods of parallel training. The loop calls the hooks of `Method` and does not know which method it has."""
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -21,46 +21,46 @@ HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_co
 
 
 class Method:
-    """A method by which several ranks train one model; the loop calls the hooks in the order below. What a subclass
-    does not override works as in one process: this class itself is the method none. `plain` is the user's module
-    without wrappers."""
+    """A method by which several ranks train one model. The loop calls the hooks in the order below. Hooks that a
+    subclass does not override work as in one process: this class itself is the method none. `plain` is the user's
+    module without wrappers."""
 
     # Whether each rank holds all weights and the whole optimizer state. If not, a lost rank costs steps
     replicates_state: ClassVar[bool] = True
 
     def __init__(self, config: Config, group: Group) -> None:
         self.config, self.group = config, group
-        # What exchanges gradients beside torch, in the middle of backward: its `waited_s` says how long it waited there
+        # What replaces torch's exchange of gradients, if anything. Its `waited_s` is the time that it waited so far
         self.exchange: Any = None
 
     def running(self) -> AbstractContextManager["Method"]:
-        """Itself, with what has to be up for the length of the run. Raises JoinError, and UserError for what it can't
-        do here."""
+        """Return a context manager that yields this method, and runs what the method needs during the run. Raises
+        JoinError, and UserError if the method can't work here."""
         return nullcontext(self)
 
     def split(self, plain: nn.Module) -> None:
-        """Split the parameters over the ranks, in place, and move what this rank keeps to the device."""
+        """Split the parameters over the ranks, in place, and move this rank's parts to the device."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module whose forward and backward train with the other ranks; `model` may be compiled already."""
+        """Return the module that trains together with the other ranks. `model` may be compiled already."""
         return model
 
     def wrap_optimizer(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer to step with."""
+        """Return the optimizer that the loop steps."""
         return optimizer
 
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch, in every step. Gradients are exchanged in its `last` one
-        only: before, they add up locally."""
+        """Wrap forward and backward of one micro-batch. Ranks exchange gradients only in the `last` micro-batch of a
+        step. In the others, gradients add up locally."""
         return nullcontext()
 
     def wait_for_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Until they are averaged, once the step's backward passes are over. A rank that is lost breaks this."""
+        """Wait, after the backward passes of a step, until the gradients are averaged. Raises if a rank is lost."""
 
     def step(self, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Clip the averaged gradients, update the weights, and drop the gradients."""
         if self.config.clip_norm > 0:
-            # Clipping compares with the true norm, so the loss scale has to be taken out first
+            # `clip_norm` limits the true norm, so remove the loss scale first
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(plain.parameters(), self.config.clip_norm)
         scaler.step(optimizer)
@@ -73,23 +73,23 @@ class DDP(Method):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         config, device = self.config, self.group.device
-        # A kernel of one input channel can be laid out in two equal ways, and backward picks the other one: harmless
+        # Harmless: a kernel with one input channel has two equivalent layouts, and backward picks the other one
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-        # From 2.14 on it has another name beside, which torch before does not know
+        # torch 2.14 deprecates this name, but earlier versions do not know the new one
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         wrapped = DistributedDataParallel(
             model,
-            # On the CPU device_ids must be absent; on a GPU they keep everything off cuda:0.
+            # DDP refuses device_ids on a CPU. On a GPU they keep everything off cuda:0.
             device_ids=None if device.type == "cpu" else [device.index],
-            # Gradients live in the buckets that are sent: one copy of all gradients less, in memory and in time
+            # Gradients are views of the buckets that DDP sends. This saves the memory and the time of a copy
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # the job shares them, at the end of a step
+            broadcast_buffers=False,  # `job` broadcasts buffers at the end of a step
             find_unused_parameters=config.find_unused_parameters,
         )
         if config.compress != "none":
             wrapped.register_comm_hook(None, HOOKS[config.compress])
         elif self.group.world_size == 2 and device.type == "cpu":
-            # Not for more ranks: their sums would be others than gloo's, and than those of ranks on several hosts
+            # With more than two ranks the sums would differ from gloo's, which ranks on several hosts use
             self.exchange = share_gradients(self.group)
             if self.exchange is not None:
                 wrapped.register_comm_hook(self.exchange, average)
@@ -101,10 +101,10 @@ class DDP(Method):
 
 
 class DataParallelMethod(Method):
-    """Copies the module to each GPU in every step and gathers the outputs on one, in one process."""
+    """DataParallel: one process copies the module to each GPU in every step, and gathers the outputs on one GPU."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model over `device_ids`, in that order, or as it is where there is one device. Raises UserError."""
+        """Return the model over `device_ids`, in that order; with one device the model itself. Raises UserError."""
         device, given = self.group.device, self.config.device_ids
         if device.type == "cuda":
             count = torch.cuda.device_count()
@@ -119,19 +119,19 @@ class DataParallelMethod(Method):
 
 
 class FSDP(Method):
-    """FSDP2, for models too large for one device: each parameter is split along its first dimension."""
+    """FSDP2, for models that are too large for one device. Each parameter is split along its first dimension."""
 
     replicates_state: ClassVar[bool] = False
 
     def split(self, plain: nn.Module) -> None:
-        """Split each layer by itself, then what is left."""
+        """Split each layer by itself, then the parameters that are in no layer."""
         mesh = init_device_mesh(self.group.device.type, (self.group.world_size,))
         bf16 = self.config.precision == "bf16"
-        # Batch norms keep their statistics in fp32, and torch has no kernel for these beside weights in bf16
+        # Keep batch norms in fp32: their statistics are fp32, and torch has no kernel for that with bf16 weights
         norms = [module for module in plain.modules() if bf16 and isinstance(module, _BatchNorm)]
-        # Each call moves what it splits to the device first: no more than a layer is ever whole there. By default FSDP2
-        # keeps the root's own parameters gathered after forward, which saves a gather in backward. An evaluation has no
-        # backward: it would leave them whole.
+        # Each call moves the layer that it splits to the device, so at most one layer is whole there. By default FSDP2
+        # keeps the root's own parameters gathered after forward, to save a gather in backward. An evaluation has no
+        # backward, and they would stay gathered.
         for part in dict.fromkeys([*norms, *layers_of(plain), plain]):
             precision = MixedPrecisionPolicy()
             if bf16 and part not in norms:
@@ -145,8 +145,8 @@ class FSDP(Method):
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers to split and gather one after the other: the children, and in place of a child that holds a list of
-    modules that list's members. Empty where two layers share a parameter: it would have to be in two places."""
+    """Return the layers that FSDP gathers one at a time: the children of `model`, but for a child that contains lists
+    of modules its own layers. Empty if two layers share a parameter: FSDP can put it into one layer only."""
     found: list[nn.Module] = []
     for child in model.children():
         lists = isinstance(child, nn.ModuleDict) or any(isinstance(module, nn.ModuleList) for module in child.modules())

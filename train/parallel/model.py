@@ -1,4 +1,4 @@
-"""The plain model, on its device and compiled; its optimizer and learning rate."""
+"""How the plain model is put on its device and compiled; its optimizer and its learning rate."""
 
 import ctypes
 import math
@@ -18,8 +18,8 @@ FUSED = ("cpu", "cuda", "mps", "xpu")  # devices with a fused kernel for SGD and
 
 
 def prepare(workload: Workload, config: Config, group: Group, *, split: bool = False) -> nn.Module:
-    """The workload's model on its device, in its memory format, with SyncBatchNorm if asked for. Raises UserError.
-    `split`: the method splits the model, and moves the parts to the device: whole it may not fit there."""
+    """Return the workload's model on its device, in its memory format, with SyncBatchNorm if `sync_bn` is set. Raises
+    UserError. `split`: do not move the model, which may not fit on the device; the method splits it and moves parts."""
     model = workload.model
     if config.sync_bn:
         if group.device.type == "cpu":
@@ -27,8 +27,8 @@ def prepare(workload: Workload, config: Config, group: Group, *, split: bool = F
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if not split:
         model = model.to(group.device)
-    # Kernels of 2-D convolutions read all channels of a pixel together. An own model may call view(); fsdp and horovod
-    # take contiguous parameters only
+    # channels_last is faster for 2-D convolutions. A user's own model may call view(), which fails with it. fsdp and
+    # horovod accept only contiguous parameters
     ours = config.workload == "images" and config.parallel not in ("fsdp", "horovod")
     if ours and any(isinstance(module, nn.Conv2d) for module in model.modules()):
         return model.to(memory_format=torch.channels_last)
@@ -36,26 +36,26 @@ def prepare(workload: Workload, config: Config, group: Group, *, split: bool = F
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[None]:
-    """Around a forward pass: torch picks the type of each operation, and weights stay in fp32."""
+    """Wrap a forward pass. torch chooses the type of each operation, and weights stay in fp32."""
     if config.precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
 
 
 def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model through torch.compile, to be put into DDP: around it, dynamo leaves an nn.Sequential uncompiled."""
-    if device.type in ("cpu", "cuda") and not (shutil.which("g++") or shutil.which("clang++")):  # torch: 200 lines
+    """Compile the model. Put DDP around the result: of DDP around an nn.Sequential dynamo compiles nothing."""
+    if device.type in ("cpu", "cuda") and not (shutil.which("g++") or shutil.which("clang++")):  # torch's has 200 lines
         raise UserError("compile needs a C++ compiler on this machine. Install it, or leave --compile out.")
     compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
     return compiled
 
 
-# The optimizer. Its rate is a pure function of the step, so that a resumed run needs no state to go on with it --------
+# The optimizer. The learning rate depends only on the step, so a resumed run needs no scheduler state -----------------
 
 
 def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
-    """SGD or AdamW over two groups of parameters: matrices and kernels with weight decay, norms and biases without.
-    Decay would pull a norm's scale to zero (Goyal et al. 2017, section 5.2)."""
+    """Return SGD or AdamW with two groups of parameters: matrices and kernels with weight decay, norms and biases
+    without. Decay would pull the scale of a norm to zero (Goyal et al. 2017, section 5.2)."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -63,7 +63,7 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> t
     ]
     groups = [group for group in groups if group["params"]]
     fused = device.type in FUSED and all(p.is_floating_point() for p in trained)
-    # torch has no fused SGD for parameters that are split over ranks
+    # torch has no fused SGD for parameters that FSDP2 has split
     fused_sgd = fused and not any(isinstance(p, DTensor) for p in trained)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, fused=fused)
@@ -71,7 +71,7 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> t
 
 
 def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
-    """The learning rate of step `step`, from 0: a linear warm-up, then constant, in steps, or half a cosine to 0."""
+    """Return the learning rate of step `step`, from 0: a linear warm-up, then constant, in steps, or half a cosine."""
     peak = config.lr
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -84,9 +84,9 @@ def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int
 
 
 def keep_freed_memory() -> None:
-    """Set malloc up for a loop that takes and frees the same blocks again and again. ResNet-18 at batch 64 takes 6 %
-    less time a step (one thread, AMD EPYC), and a fifth more memory at its peak."""
+    """Tune malloc for a loop that allocates and frees the same blocks again and again. A step of ResNet-18 at batch 64
+    takes 6 % less time (one thread, AMD EPYC), and the peak memory is a fifth higher."""
     mallopt = ctypes.CDLL(None).mallopt  # numbers from malloc.h
-    mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
-    mallopt(-1, 512 * 2**20)  # M_TRIM_THRESHOLD: so much may lie unused at the heap's end
-    mallopt(-2, 64 * 2**20)  # M_TOP_PAD: asked of the kernel at a time; an untouched page costs nothing
+    mallopt(-4, 0)  # M_MMAP_MAX: never map a block separately
+    mallopt(-1, 512 * 2**20)  # M_TRIM_THRESHOLD: keep up to this much unused memory at the heap's end
+    mallopt(-2, 64 * 2**20)  # M_TOP_PAD: get this much from the kernel at a time; untouched pages cost nothing

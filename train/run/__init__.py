@@ -1,1 +1,1 @@
-"""A run of this program."""
+"""The outputs of a run: its directory, evaluation, weights and result."""

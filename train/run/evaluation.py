@@ -1,9 +1,9 @@
-"""Exact evaluation: every sample counts once, whatever the world size, and the loss is the same to the last bit.
+"""Exact evaluation: each sample counts once, and any number of ranks gives the same loss, bit for bit.
 
-The ranks take the same batches in turn. Each batch leaves its sums in a row of its own. The rows of all ranks are
-added, where every other rank has zeros, and only then summed in the order of the batches: floating-point sums depend on
-their order. A padded sampler would count some samples twice, and an average of the ranks' averages weighs samples by
-how many their rank had (pytorch/pytorch#25162).
+The ranks take batches in turn. The sums of each batch are one row, which is zero on all other ranks. The ranks add up
+their rows, and only then sum over the rows in the order of the batches, because the order changes floating-point sums.
+A padded sampler would count some samples twice. In an average of the ranks' averages, samples of a rank with few
+samples would weigh more (pytorch/pytorch#25162).
 """
 
 from collections.abc import Iterable
@@ -25,17 +25,17 @@ from ..workloads.workload import Sums, Workload
 @dataclass(frozen=True, slots=True)
 class Result:
     metrics: dict[str, float]  # means over all samples, by name
-    count: int  # of samples
-    tables: Sums  # the sums that are tensors of one dimension or more, such as a confusion matrix, on the CPU
+    count: int  # number of samples
+    tables: Sums  # sums with one dimension or more, such as a confusion matrix, on the CPU
 
 
 @torch.no_grad()
 def evaluate(
     config: Config, group: Group, workload: Workload, model: nn.Module, batches: Iterable[Any]
 ) -> Result:
-    """Evaluate `model`, the plain module, on this rank's `batches`. All ranks take part and get the same result. Raises
-    UserError where the workload's sums have no "count"."""
-    training = [module for module in model.modules() if module.training]  # others are kept in eval mode by the user
+    """Evaluate `model`, the module without wrappers, on this rank's `batches`. All ranks call this and get the same
+    result. Raises UserError if the workload's sums have no "count"."""
+    training = [module for module in model.modules() if module.training]  # the user may keep others in eval mode
     model.eval()
     sums = _sums_of_rank(config, group, workload, model, batches)
     for module in training:
@@ -53,8 +53,8 @@ def evaluate(
 def _sums_of_rank(
     config: Config, group: Group, workload: Workload, model: nn.Module, batches: Iterable[Any]
 ) -> tuple[Sums, Sums]:
-    """What this rank's batches add up to, on the CPU: the scalars, float64 [number of batches of all ranks], zero for
-    those of other ranks; and the tensors, summed over this rank's batches."""
+    """Return this rank's sums, on the CPU. Scalars: float64 [number of batches of all ranks], zero for other ranks'
+    batches. Tensors: summed over this rank's batches."""
     num_rows = -(-len(workload.evaluation) // config.eval_batch_size)
     rows: Sums = {}
     tables: Sums = {}
@@ -63,7 +63,7 @@ def _sums_of_rank(
             sums = workload.sums(model, to_device(batch, group.device))
         number = turn * group.world_size + group.rank
         if number >= num_rows:
-            continue  # it has kept this rank busy, since FSDP's forward waits for all
+            continue  # a padding batch: FSDP's forward needs all ranks
         for name, value in sums.items():
             value = torch.as_tensor(value)
             if value.ndim == 0:
@@ -74,7 +74,7 @@ def _sums_of_rank(
 
 
 def _add_over_ranks(group: Group, sums: Sums) -> Sums:
-    # Rank 0 always has a batch. A rank without one does not know which sums there are.
+    # Rank 0 always has a batch. A rank without batches does not know the names and shapes of the sums.
     own = {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in sorted(sums.items())}
     found = group.broadcast(own).items()
     zeros = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in found}
@@ -82,7 +82,7 @@ def _add_over_ranks(group: Group, sums: Sums) -> Sums:
 
 
 def evaluation_loader(config: Config, group: Group, samples: Samples, *, own: bool = False) -> DataLoader[Any]:
-    """The batches of all ranks, without augmentation. `own`: this rank's, which `Job.eval_batches` would give it."""
+    """Load the batches of all ranks, without augmentation. `own`: only this rank's, split as by `Job.eval_batches`."""
     numbers: Any = BatchSampler(range(len(samples)), config.eval_batch_size, drop_last=False)
     if own:
         numbers = [*numbers][group.rank :: group.world_size]

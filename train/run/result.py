@@ -1,5 +1,5 @@
-"""What the loop works with; what a run says at its start and on its way; and the end of one that succeeded:
-`result.json`, and the table."""
+"""`Training`, which holds what the loop works with; the lines that a run logs at its start and on its way; and its
+result: `result.json` and a table."""
 
 import json
 import math
@@ -24,35 +24,35 @@ from ..workloads.workload import Workload
 from . import weights
 
 SAY_EVERY_S = 5.0
-# Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
+# Settings that TensorBoard's HPARAMS table shows even if they have their defaults
 ALWAYS = {"workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed"}
-OF_IMAGES = {"dataset", "model"}  # other workloads train on something else
-# They say where a run is kept and how it is watched. Its row has its name
+OF_IMAGES = {"dataset", "model"}  # shown for workload images; other workloads do not use them
+# Settings that it never shows: where a run is kept and how it is watched. The row already has the run's name
 NEVER = {"name", "run_dir", "mirror", "tensorboard", "tracker", "options"}
 
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """Everything that the loop over the steps works with, on this rank."""
+    """Everything that the training loop works with, on this rank."""
 
     config: Config
     job: Job
     method: Method
     workload: Workload
-    plain: nn.Module  # the user's module, without wrappers: what is evaluated and saved
-    model: nn.Module  # the same, wrapped for training with the other ranks
-    loss: Callable[[nn.Module, Any], torch.Tensor]  # of a batch, in the precision that was asked for
+    plain: nn.Module  # the user's module without wrappers, for evaluation and checkpoints
+    model: nn.Module  # the same module, wrapped for training with the other ranks
+    loss: Callable[[nn.Module, Any], torch.Tensor]  # (model, batch) -> loss, under autocast if `precision` asks for it
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     train_loader: DataLoader[Any]
     eval_loader: DataLoader[Any]
     steps_per_epoch: int
     total_steps: int
-    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # from the last evaluation, see `Result`
 
 
 def describe(config: Config, group: Group, workload: Workload, order: EpochSampler) -> str:
-    """What is about to be trained, and how, in three lines: data, model, batch."""
+    """Return three lines about the training that is about to start: data, model, batch."""
     origin = f", {workload.data_origin}" if workload.data_origin else ""
     name = config.model if config.workload == "images" else config.workload
     num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
@@ -71,7 +71,7 @@ def describe(config: Config, group: Group, workload: Workload, order: EpochSampl
 
 
 def progress(t: Training) -> Callable[[], None]:
-    """What to call after each step: rank 0 says every few seconds how far it is."""
+    """Return a function to call after each step. On rank 0 it logs the progress every few seconds."""
     said_s = time.monotonic()
 
     def show() -> None:
@@ -89,8 +89,8 @@ def progress(t: Training) -> Callable[[], None]:
 
 
 def write_result(t: Training, *, seconds: float) -> None:
-    """Write `result.json` and what TensorBoard shows of the whole run, and print the table. All ranks call this, rank 0
-    writes. `seconds`: of the whole attempt. Raises UserError and PeerLost."""
+    """Write `result.json` and TensorBoard's summary of the run, and print the table. All ranks call this, and rank 0
+    writes. `seconds`: duration of this attempt. Raises UserError and PeerLost."""
     config, job, group, workload = t.config, t.job, t.job.group, t.workload
     state = group.collective(lambda: job.tracked.whole("model"))
     peaks = group.gather(_peak_memory_mb(group.device))
@@ -122,7 +122,7 @@ def write_result(t: Training, *, seconds: float) -> None:
 
 
 def shown_settings(config: Config, *, method: str, world_size: int) -> dict[str, bool | int | float | str]:
-    """What HPARAMS shows: ALWAYS, whatever differs from its default, and free options of an own workload."""
+    """Return what HPARAMS shows: ALWAYS, settings that differ from their defaults, and a user workload's `options`."""
     always = ALWAYS | OF_IMAGES if config.workload == "images" else ALWAYS
     shown = {*always, *config.model_dump(exclude_defaults=True)} - NEVER
     found = {name: value for name, value in config.model_dump().items() if name in shown}
@@ -132,14 +132,14 @@ def shown_settings(config: Config, *, method: str, world_size: int) -> dict[str,
 
 
 def _peak_memory_mb(device: torch.device) -> float:
-    """The most memory, in MB, that this process ever held: of the GPU where it has one, else of the machine."""
+    """Return the peak memory of this process in MB: on its GPU if it has one, else on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def two_columns(metrics: dict[str, float], more: dict[str, str]) -> str:
-    """One row a line, the values aligned."""
+    """Return one line for each row, with aligned values."""
     rows = {name.replace("_", " "): f"{value:.4f}" for name, value in sorted(metrics.items())} | more
     width = max(len(name) for name in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())

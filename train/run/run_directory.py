@@ -1,4 +1,4 @@
-"""The run directory of a training, `runs/<name>/`: what of it depends on the settings."""
+"""Open the run directory of a training, `runs/<name>/`, and check that its checkpoint fits the settings."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,19 +12,19 @@ from rankup import Copy, Group, Job, UserError
 from ..config import Config, changed_settings, to_yaml
 from ..parallel.methods import Method
 
-ABOUT = {"config", "data", "steps_per_epoch"}  # of the record, beside what each checkpoint has
+ABOUT = {"config", "data", "steps_per_epoch"}  # what this program adds to the record of each checkpoint
 
 
 def check(path: Path, record: dict[str, Any]) -> None:
-    """Raises ValueError where the checkpoint `path` is not of this program."""
+    """Raises ValueError if another program wrote the checkpoint `path`."""
     if missing := sorted(ABOUT - record.keys()):
         raise ValueError(f"state.json: {', '.join(missing)} missing")
 
 
 @contextlib.contextmanager
 def open_run_directory(config: Config, group: Group, method: Method, *, fresh: bool) -> Iterator[Job]:
-    """Own the run directory for the length of the block, and find what is there: a finished run, a checkpoint, nothing.
-    All ranks call this. Raises UserError where the run can't be gone on with, or another attempt is alive."""
+    """Own the run directory while the block runs, and find a finished run, a checkpoint or nothing in it. All ranks
+    call this. Raises UserError if the run can't be resumed, or if another attempt is alive."""
     settings = rankup.Settings(
         seed=config.seed, fresh=fresh, save_every_steps=0, keep=config.keep,
         log_every_steps=config.log_every_steps, compare_every_steps=config.compare_every_steps,
@@ -43,8 +43,8 @@ def open_run_directory(config: Config, group: Group, method: Method, *, fresh: b
 
 
 def check_data(copy: Copy, data_name: str) -> None:
-    """Raises UserError where the weights were trained on other data: texts of another vocabulary would become other
-    numbers, and the default data set falls back to digits."""
+    """Raises UserError if the weights were trained on other data. With another vocabulary the same texts get other
+    token numbers, and the default data set is replaced by digits if it can't be downloaded."""
     trained_on = copy.record["data"]
     if trained_on != data_name:
         setting = "bert-dir" if copy.record["config"]["workload"] == "text" else "dataset"
@@ -52,7 +52,7 @@ def check_data(copy: Copy, data_name: str) -> None:
 
 
 def _is_finished(newest: Copy, result: dict[str, Any], config: Config, group: Group) -> bool:
-    """Whether the run came to its end at its newest checkpoint. Says so."""
+    """Return whether the run is finished at its newest checkpoint, and log it if so."""
     end = config.max_steps or config.epochs * newest.record["steps_per_epoch"]
     if result.get("step") != newest.step or newest.step < end:
         return False
@@ -66,7 +66,7 @@ def _is_finished(newest: Copy, result: dict[str, Any], config: Config, group: Gr
 
 
 def _check_settings(path: Path, record: dict[str, Any], config: Config, group: Group) -> None:
-    """Raises UserError where the run can't go on from the checkpoint `path` with these settings."""
+    """Raises UserError if the run can't resume from the checkpoint `path` with these settings."""
     check(path, record)
     if changes := changed_settings(record["config"], config):
         out = "Set them back to resume the run, or give --fresh or another --name."

@@ -1,4 +1,4 @@
-"""Weights without the rest of a checkpoint: their digest, and starting a run from given weights."""
+"""The digest of a model's weights, and how a run starts from given weights."""
 
 import hashlib
 import json
@@ -18,19 +18,19 @@ from .run_directory import check
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
-    """SHA-256, in hex, over names, dtypes, shapes and bytes of a model's state dict."""
+    """Return the SHA-256, in hex, over names, dtypes, shapes and bytes of a model's state dict."""
     total = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if tensor.numel():
-            # A view: `tobytes` would copy all weights once more, at every start of every rank
+            # Hash a view. `tobytes` would copy all weights at every start of every rank
             total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
 def start_from(config: Config, group: Group, plain: torch.nn.Module) -> None:
-    """Load `init_from` into `plain` on all ranks. The file needs to be on rank 0's disk only. Raises UserError."""
+    """Load `init_from` into `plain` on all ranks. Only rank 0 needs the file. Raises UserError."""
     place = config.init_from or ""
 
     def load() -> None:
@@ -42,13 +42,13 @@ def start_from(config: Config, group: Group, plain: torch.nn.Module) -> None:
 
 
 def _read(path: Path, place: str) -> Any:
-    """What a checkpoint, a folder of Hugging Face's or a file of weights holds. Raises UserError."""
+    """Read a checkpoint, a model folder of Hugging Face, or a file of weights. Raises UserError."""
     from safetensors.torch import load_file
 
-    # As Hugging Face names them; our folders have a manifest besides. A pipe or a device may never end
+    # Hugging Face's names. Our checkpoints also have a manifest. `is_file`: reading a pipe or a device may never end
     parts = {part.name for part in path.glob("*.safetensors") if part.is_file()}
     index = path / "model.safetensors.index.json"
-    if not parts and (older := path / "pytorch_model.bin").is_file():  # Hugging Face's name before safetensors
+    if not parts and (older := path / "pytorch_model.bin").is_file():  # the format before safetensors
         path = older
     if path.is_dir() and ((path / "manifest.json").exists() or not (parts or index.is_file())):
         return rankup.open_checkpoint(path, check=check).tracked["model"]
@@ -65,23 +65,23 @@ def _read(path: Path, place: str) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"init_from must name an existing file or checkpoint directory, got {place}.") from None
-    except Exception as error:  # torch.load raises half a dozen unrelated types for a damaged file
+    except Exception as error:  # torch.load raises several unrelated types for a damaged file
         rule = "safetensors, or weights that load with weights_only"
         raise UserError(f"init_from: {place} must hold {rule}, got: {one_line(error)}") from None
 
 
 def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None], *, place: str = "") -> None:
-    """Load what fits into `model`, from a checkpoint of this program, a folder of Hugging Face's, safetensors, or a
-    state dict that torch loads with weights_only. The rest keeps its initial value, and `say` lists it: a new head on a
-    trained body is the usual case. `place`: what the user named, where `path` is a copy of it. Raises UserError."""
+    """Load the tensors that fit into `model`, from a checkpoint of this program, a model folder of Hugging Face, a
+    safetensors file, or a state dict that torch loads with weights_only. Other tensors, such as those of a new head,
+    keep their initial values, and `say` lists them. `place`: the user's name for `path`. Raises UserError."""
     place = place or str(path)
     state = _read(path, place)
-    for key in ("state_dict", "model_state_dict", "model"):  # in which published checkpoints usually wrap it
+    for key in ("state_dict", "model_state_dict", "model"):  # published checkpoints often put the state dict inside
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
             break
     entries = state.items() if isinstance(state, dict) else ()
-    # Without what wrappers put before the names: "module." (DP, DDP), "_orig_mod." (torch.compile), in any order
+    # Remove the prefixes of wrappers, in any order: "module." (DP, DDP) and "_orig_mod." (torch.compile)
     given = {re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name): value for name, value in entries
              if isinstance(name, str) and isinstance(value, torch.Tensor)}
     own = model.state_dict()

@@ -1,4 +1,4 @@
-"""A BERT from a local folder, for `--workload text`: config.json, vocabulary and weights, read by transformers."""
+"""A BERT for `--workload text`. transformers reads config.json, vocabulary and weights from a local folder."""
 
 import hashlib
 import json
@@ -20,37 +20,37 @@ VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.js
 
 
 class WordPieceTokenizer:
-    """Text -> the numbers of its word pieces between [CLS] and [SEP]."""
+    """Turns a text into the numbers of its word pieces, between [CLS] and [SEP]."""
 
     def __init__(self, folder: Path, *, max_seq_len: int) -> None:
-        """Raises UserError for a vocabulary that is missing or no BERT's."""
+        """Raises UserError if the vocabulary is missing or is not a BERT's."""
         from transformers import BertTokenizer
 
         self.max_seq_len = max_seq_len
         self.path = next((path for name in VOCABULARY[1:3] if (path := folder / name).exists()), None)
-        if self.path is None:  # transformers would go on with an empty one
+        if self.path is None:  # transformers would continue with an empty vocabulary
             raise UserError(f"{folder}: must hold vocab.txt or tokenizer.json, got neither. {LAYOUT}")
         try:
-            # "[PAD]" in a text is text, not padding
+            # split_special_tokens: "[PAD]" in a text is text, not padding
             self.tokenizer = BertTokenizer.from_pretrained(folder, local_files_only=True, split_special_tokens=True)
             vocabulary = self.tokenizer.get_vocab()
             self.size, self.pad = max(vocabulary.values()) + 1, vocabulary["[PAD]"]
-        except Exception as error:  # many types
+        except Exception as error:  # of many types
             raise UserError(f"{self.path}: must be a vocabulary of word pieces, got: {one_line(error)}.") from None
         held = self.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
         if missing := [token for token in ("[CLS]", "[SEP]", "[UNK]", "[PAD]") if token not in held]:
-            # transformers adds them with numbers that the weights do not know
+            # transformers adds missing tokens, with numbers for which there are no weights
             raise UserError(f"{self.path}: must hold the tokens of a BERT, got no {', '.join(missing)}.")
 
     def __call__(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
-        """The token numbers of each text, at most max_seq_len, and how many texts were cut; those end in [SEP] too."""
+        """Return the token numbers of each text, at most max_seq_len with the [SEP], and how many texts were cut."""
         rows = self.tokenizer(list(texts), verbose=False).input_ids
         cut = [[*row[: self.max_seq_len - 1], row[-1]] if len(row) > self.max_seq_len else row for row in rows]
         return cut, sum(len(row) > self.max_seq_len for row in rows)
 
 
 class Bert(nn.Module):
-    """int64 [B, T], padded with `pad` -> logits [B, C]. Its weights are named as in BertForSequenceClassification."""
+    """int64 [B, T], padded with `pad` -> logits [B, C]. Weights are named as in BertForSequenceClassification."""
 
     def __init__(self, encoder: nn.Module, head: nn.Linear, *, dropout: float, pad: int) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class Bert(nn.Module):
 
 
 def build_bert(config: Config, *, num_classes: int, pretrained: bool) -> tuple[WordPieceTokenizer, Bert, str]:
-    """The tokenizer and the model of `bert_dir`, and a digest of the vocabulary and the config.
-    `pretrained`: with the folder's weights; else a checkpoint's will follow. Raises UserError that names the file."""
+    """Return the tokenizer and the model of `bert_dir`, and a digest of vocabulary and config. `pretrained`: load the
+    folder's weights; False: the caller loads a checkpoint later. Raises UserError, which names the file."""
     try:
         import transformers
     except ModuleNotFoundError:
@@ -72,7 +72,7 @@ def build_bert(config: Config, *, num_classes: int, pretrained: bool) -> tuple[W
             "bert_dir must be null without the package transformers, which is not installed. For a BERT: pip install "
             "'rankup[text]', in a checkout pip install -e '.[text]'"
         ) from None
-    transformers.logging.set_verbosity_error()  # what it reports of weights, we say in a line
+    transformers.logging.set_verbosity_error()  # `_read_encoder` reports missing weights in one line
     transformers.logging.disable_progress_bar()
     assert config.bert_dir is not None
     folder = Path(config.bert_dir).expanduser()
@@ -96,22 +96,22 @@ def build_bert(config: Config, *, num_classes: int, pretrained: bool) -> tuple[W
 
 
 def _shape(folder: Path, dropout: float) -> Any:
-    """config.json as transformers' BertConfig, with our dropout in place of its own. Raises UserError."""
+    """Read config.json as transformers' BertConfig, with `dropout` in place of the file's values. Raises UserError."""
     from transformers import BertConfig
 
     path = folder / "config.json"
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-        if (kind := given.get("model_type", "bert")) != "bert":  # the first BERTs' files do not have it
+        if (kind := given.get("model_type", "bert")) != "bert":  # files of the first BERTs have no model_type
             raise ValueError(f"model_type {kind}; other models need a workload of your own")
         return BertConfig.from_dict({**given, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout})
-    except Exception as error:  # many types
+    except Exception as error:  # of many types
         raise UserError(f"{path}: must be a BERT's, got: {one_line(error)}. {LAYOUT}") from None
 
 
 def _read_encoder(folder: Path, shape: Any) -> nn.Module:
-    """The encoder with its weights. Says what was left out, or starts at random: only the pooler, without which
-    encoders are published. For other missing weights transformers itself would go on with random numbers."""
+    """Load the encoder. Log unused weights, and a missing pooler, which starts at random: many published encoders have
+    none. Raises UserError for other missing weights, which transformers would replace with random numbers."""
     from transformers import BertModel
 
     try:
@@ -119,7 +119,7 @@ def _read_encoder(folder: Path, shape: Any) -> nn.Module:
             folder, config=shape, local_files_only=True, dtype=torch.float32, weights_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # a damaged file raises one of half a dozen unrelated types
+    except Exception as error:  # a damaged file raises one of several unrelated types
         raise UserError(f"{folder}: must hold weights that load, got: {one_line(error)}. {LAYOUT}") from None
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if lacking := [key for key in missing if not key.startswith("pooler.")]:

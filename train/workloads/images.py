@@ -1,4 +1,4 @@
-"""Classification of images, those of data/sources, in memory or in files; the models for them."""
+"""The workload images: classification of images in memory or in files, and the models for it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 
 def normalizer(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """uint8 [B, C, H, W] -> float32 [B, C, H, W] of mean 0 and deviation 1, in the images' memory format."""
+    """Return a function: uint8 [B, C, H, W] -> float32 [B, C, H, W], mean 0, deviation 1, in the same memory format."""
     moments = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
 
     def normalize(images: torch.Tensor) -> torch.Tensor:
         nonlocal moments
         moments = moments.to(images.device)
-        # In place: to take 38 MB for each intermediate result of 64 photographs costs three times as much as the sums
+        # In place: allocating 38 MB for each intermediate result of 64 photographs takes three times the arithmetic
         return images.to(torch.float32, copy=True).div_(255).sub_(moments[0]).div_(moments[1])
 
     return normalize
 
 
 def build(config: Config, *, pretrained: bool = True) -> Workload:
-    """The workload of `config.dataset` and `config.model`, whose weights begin at random. Raises UserError."""
+    """Build the workload of `config.dataset` and `config.model`, with random weights. Raises UserError."""
     train: TensorSamples | FileSamples
     train, test = load(config)
     if isinstance(train, TensorSamples):
-        if isinstance(augment := config.augment, str):  # their edges are gone
+        if isinstance(augment := config.augment, str):  # these recipes need whole photographs
             raise UserError(f"augment must be true or false for images in memory, got {augment}. It crops image files.")
         channels, size = train.images.shape[1:3]
     else:
@@ -52,7 +52,7 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
     )
     return Workload(
         model=model, evaluation=test,
-        train=replace(train, augment=config.augment, seed=config.seed),  # type: ignore[arg-type]  # no text, see above
+        train=replace(train, augment=config.augment, seed=config.seed),  # type: ignore[arg-type]  # checked above
         loss=task.loss, evaluate=task.evaluate, predict=task.predict,
         data_name=train.name, data_origin=train.origin, classes=train.classes, unit="images",
         input_name=lambda index: f"test/{index}" if isinstance(test, TensorSamples) else test.paths[index],
@@ -63,9 +63,9 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
 def _open_input(
     path: str, train: "TensorSamples | FileSamples", *, channels: int, size: int
 ) -> tuple[Samples, Callable[[int], str]]:
-    """Samples from an image file or a folder of them, prepared as those that the model was evaluated with; their labels
-    are unknown: all 0. And their names by number."""
-    from torchvision.datasets.folder import is_image_file  # here: torchvision, which some sets do without
+    """Return samples from an image file or a folder of images, and their names by number. They are prepared as in an
+    evaluation of the model. Their labels are unknown, so all are 0."""
+    from torchvision.datasets.folder import is_image_file  # here because some data sets do not need torchvision
 
     from ..data.file_samples import FileSamples
 
@@ -82,12 +82,12 @@ def _open_input(
     return samples, lambda index: files[index]
 
 
-# Models: a small CNN, an MLP, and any torchvision classifier by name, fitted to the data -----------------------------
+# Models: a small CNN, an MLP, and any torchvision classifier by name, adapted to the data ----------------------------
 
 
 def build_model(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
-    """A classifier: float [B, channels, size, size] -> logits [B, num_classes], with random weights. Raises UserError
-    for an unknown name, for images of a size that the model cannot take, and for dropout where it has none."""
+    """Build a classifier with random weights: float [B, channels, size, size] -> logits [B, num_classes]. Raises
+    UserError if the name is unknown, if the model can't take images of this size, or if it has no dropout to set."""
     if name == "cnn":
         return cnn(channels=channels, size=size, num_classes=num_classes, dropout=dropout)
     if name == "mlp":
@@ -103,7 +103,7 @@ def build_model(name: str, *, channels: int, size: int, num_classes: int, dropou
         raise UserError(f'model must be cnn, mlp or a torchvision classifier, got "{name}".{hint}')
     options: dict[str, object] = {"num_classes": num_classes}
     if name in ("googlenet", "inception_v3"):
-        # No second output, which our loss does not take, and not the slow initialisation that torchvision warns about.
+        # Our loss can't use the second output of these models. torchvision warns that their own initialisation is slow.
         options |= {"aux_logits": False, "init_weights": False}
     if name.startswith("vit_"):
         options["image_size"] = size
@@ -118,7 +118,7 @@ def build_model(name: str, *, channels: int, size: int, num_classes: int, dropou
             first.in_channels = channels
             first.weight = nn.Parameter(torch.empty(first.out_channels, channels, *first.kernel_size))
             first.reset_parameters()
-        # Shapes alone, without data or arithmetic: it raises what the model raises for too small images
+        # Run the model on shapes alone, without data or arithmetic. It raises an error if images are too small
         shapes = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         with torch.no_grad():
             functional_call(model.eval(), shapes, (torch.empty(2, channels, size, size, device="meta"),))
@@ -134,8 +134,8 @@ def build_model(name: str, *, channels: int, size: int, num_classes: int, dropou
 
 
 def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
-    """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts. No batch norm,
-    whose statistics are those of one rank's samples: N ranks would not train like one."""
+    """Build a CNN of two convolutions and two linear layers, as LeNet-5 (LeCun et al. 1998), with ReLU and max pooling.
+    It has no batch norm, whose statistics come from one rank's samples: N ranks would not train like one rank."""
     side = size // 4
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),

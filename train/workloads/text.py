@@ -1,4 +1,4 @@
-"""Classification of texts, Chinese included: by a small encoder of characters, or by a BERT from a local folder."""
+"""The workload text: classification of texts, also Chinese, by a small character encoder or a BERT."""
 
 import hashlib
 from collections import Counter
@@ -19,36 +19,36 @@ from .workload import LOG, Workload
 
 PAD, UNKNOWN, START = 0, 1, 2
 FIRST = 3  # the number of the most frequent character
-MOST = 8000  # characters that get a number
-KERNEL_SIZES = (2, 3, 4)  # characters that a convolution sees at once: about a word of Chinese, a syllable of English
+MOST = 8000  # at most this many characters get a number
+KERNEL_SIZES = (2, 3, 4)  # in characters: about a word of Chinese or a syllable of English
 
 
 class CharacterTokenizer:
-    """Text -> START and the numbers of its characters; those that are not in the training texts are UNKNOWN."""
+    """Turns a text into START and the numbers of its characters. Characters without a number become UNKNOWN."""
 
     def __init__(self, texts: Sequence[str], *, max_seq_len: int) -> None:
-        """`texts`: those to train on."""
+        """`texts`: the training texts, whose most frequent characters get numbers."""
         counts = Counter(character for text in texts for character in text)
         characters = sorted(counts, key=lambda character: (-counts[character], character))
         self.number = {character: FIRST + index for index, character in enumerate(characters[:MOST])}
         self.max_seq_len, self.size, self.pad = max_seq_len, FIRST + len(self.number), PAD
 
     def __call__(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
-        """The token numbers of each text, at most max_seq_len, and how many texts were cut."""
+        """Return the token numbers of each text, at most max_seq_len, and how many texts were cut."""
         end = self.max_seq_len - 1
         rows = [[START, *(self.number.get(character, UNKNOWN) for character in text[:end])] for text in texts]
         return rows, sum(len(text) > end for text in texts)
 
 
 class TextEncoder(nn.Module):
-    """int64 [B, T], padded with PAD -> logits [B, C]: convolutions over two to four characters, the maximum of each
-    filter over the text, one linear layer (Kim 2014, Convolutional Neural Networks for Sentence Classification)."""
+    """A small text classifier: tokens, int64 [B, T], padded with PAD -> logits [B, C]. It has convolutions over two to
+    four characters, the maximum of each filter over the text, and a linear layer (Kim 2014, arXiv:1408.5882)."""
 
     def __init__(self, *, vocabulary: int, num_classes: int, dropout: float, width: int = 96) -> None:
         super().__init__()
         self.characters = nn.Embedding(vocabulary, width, padding_idx=PAD)
-        # With torch's deviation of 1, the default learning rate, which suits the images, would be too high.
-        nn.init.normal_(self.characters.weight[UNKNOWN:], std=0.2)  # not PAD, which stays 0
+        # With torch's standard deviation of 1 the default learning rate, chosen for images, would be too high.
+        nn.init.normal_(self.characters.weight[UNKNOWN:], std=0.2)  # PAD stays 0
         self.words = nn.ModuleList(nn.Conv1d(width, width, size) for size in KERNEL_SIZES)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(len(KERNEL_SIZES) * width, num_classes)
@@ -57,7 +57,7 @@ class TextEncoder(nn.Module):
         characters = self.characters(tokens).transpose(1, 2)
         found = []
         for size, words in zip(KERNEL_SIZES, self.words, strict=True):
-            # Zeros at the end, so that the last characters begin a word too. What begins in the padding is masked out.
+            # Append zeros, so that a filter also starts at the last characters. Mask filters that start in the padding.
             hits = words(functional.pad(characters, (0, size - 1))).relu()
             found.append((hits * (tokens != PAD)[:, None]).amax(2))
         logits: torch.Tensor = self.head(self.dropout(torch.cat(found, 1)))
@@ -68,13 +68,13 @@ Tokenizer = CharacterTokenizer | WordPieceTokenizer
 
 
 class TextSamples:
-    """Tokenized texts in memory. A batch is as long as its longest text; `num_cut` texts were too long."""
+    """Tokenized texts in memory. A batch is as long as its longest text. `num_cut`: how many texts were cut."""
 
     def __init__(self, texts: Sequence[str], labels: Sequence[int], tokenizer: Tokenizer) -> None:
         rows, self.num_cut = tokenizer(texts)
         self.pad = tokenizer.pad
         self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        # One tensor for all texts: a list of a million small ones takes ten times the memory.
+        # Keep all texts in one tensor: a list of a million small tensors takes ten times the memory.
         self.tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
         self.starts = self.lengths.cumsum(0) - self.lengths
         self.labels = torch.tensor(labels, dtype=torch.int64)
@@ -83,14 +83,14 @@ class TextSamples:
         return len(self.labels)
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, int64 [B, T], and labels, int64 [B]."""
+        """Return tokens, int64 [B, T], and labels, int64 [B]."""
         places = zip(self.starts[indices].tolist(), self.lengths[indices].tolist(), strict=True)
         rows = [self.tokens[start : start + length] for start, length in places]
         return pad_sequence(rows, batch_first=True, padding_value=self.pad).long(), self.labels[indices]
 
 
 def build(config: Config, *, pretrained: bool = True) -> Workload:
-    """The workload of the texts in `data_dir`, or of dataset hf:...; `pretrained` as in `load`. Raises UserError."""
+    """Build the workload of the texts in `data_dir` or of dataset hf:... `pretrained`: see `load`. Raises UserError."""
     read = huggingface.load_texts if config.dataset.startswith("hf:") else load_texts
     train_part, eval_part, classes = read(config)
     content = repr((train_part.texts, [*train_part.labels], classes)).encode("utf-8", "surrogatepass")
@@ -122,7 +122,7 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
     return Workload(
         model=model, train=train, evaluation=evaluation,
         loss=task.loss, evaluate=task.evaluate, predict=task.predict,
-        # With digests: two ranks whose files differ in one character would train with two vocabularies.
+        # The name contains digests, so that ranks notice different files: these would give them different vocabularies.
         data_name=data_name,
         data_origin=f"{train_part.path} and {eval_part.path.name}",
         classes=classes, unit="texts", input_name=lambda index: eval_part.texts[index],

@@ -1,4 +1,4 @@
-"""What a workload is, and how the one that the settings name is found."""
+"""The class `Workload`, and `load`, which builds the workload that the settings name."""
 
 import importlib
 import logging
@@ -19,52 +19,52 @@ from ..data.samples import MapSamples, Samples
 from ..data.samples import TensorSamples as TensorSamples
 from . import RULE
 
-LOG = logging.getLogger("rankup")  # rank 0 prints what it is told
+LOG = logging.getLogger("rankup")  # rank 0 prints its lines
 
-# Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
-# end, so "accuracy" is the number of right answers here. Tensors are only added up; "confusion", a matrix int64 [C, C]
-# with the true class down, is shown in TensorBoard.
+# Sums over the samples of a batch, by name. "count" is the number of samples. At the end of an evaluation scalars are
+# divided by the count, so "accuracy" is the number of correct answers here. Tensors are only added up. "confusion", a
+# matrix int64 [C, C] with the true class down, is shown in TensorBoard.
 Sums = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, its samples, and what a batch means. The functions get what `Samples.batch` returned, on the device.
+    """A model, its samples, and functions of a batch. The functions get what `Samples.batch` returned, on the device.
 
-    Only the first four are needed. The others add to its output and to what `evaluate` and `predict` write.
+    Only the first four fields are required. The others add to the output of `train`, `evaluate` and `predict`.
     """
 
     model: nn.Module
-    # Either may be any map-style Dataset where an own workload is built: `load` makes samples of it.
+    # A user's workload may have any map-style Dataset here: `load` turns it into samples.
     train: Samples
     evaluation: Samples
     loss: Callable[[nn.Module, Any], torch.Tensor]  # the mean over the batch, a scalar
-    evaluate: Callable[[nn.Module, Any], Sums] | None = None  # None: the loss alone
+    evaluate: Callable[[nn.Module, Any], Sums] | None = None  # None: evaluation gives only the loss
     predict: Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]] | None = None  # labels, probabilities: [B]
-    data_name: str = "own"  # compared between ranks, and with the checkpoint that is resumed or evaluated
+    data_name: str = "own"  # must be equal on all ranks and in the checkpoint that is resumed or evaluated
     data_origin: str = ""  # one line for the log
     classes: tuple[str, ...] = ()
     unit: str = "samples"  # what the speed counts: samples/s
-    # Sample number -> its name in predictions, such as a file's.
+    # The number of a sample -> its name in predictions, such as a file name.
     input_name: Callable[[int], str] = lambda index: str(index)
-    # The path of `predict --input` -> samples, and their names by number.
+    # The path given to `predict --input` -> samples, and a function that names each by its number.
     open_input: Callable[[str], tuple[Samples, Callable[[int], str]]] | None = None
-    # Evaluated sums -> more metrics, those that are no means.
+    # The sums of an evaluation -> more metrics, which are not means over samples.
     derived: Callable[[Sums], dict[str, float]] | None = None
 
     def sums(self, model: nn.Module, batch: Any) -> Sums:
-        """What a batch adds to the evaluation: from `evaluate`, or else the loss, a mean over the samples."""
+        """Return the sums of a batch: those of `evaluate`, or else count and loss."""
         if self.evaluate is not None:
             return self.evaluate(model, batch)
-        # The length of the first tensor that has one
+        # The number of samples is the length of the first tensor that has a length
         found = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         count = next((len(tensor) for tensor in found if tensor.ndim and len(tensor)), 0)
         return {"count": torch.tensor(count), "loss": self.loss(model, batch).double() * count}
 
 
 def load(config: Config, *, pretrained: bool = True) -> Workload:
-    """Build the workload that the settings name. Raises UserError. `pretrained` False: a checkpoint's weights will
-    replace those that the model begins with, so these need not exist."""
+    """Build the workload that the settings name. Raises UserError. `pretrained`: load pretrained weights if the
+    settings name any. False: the caller loads a checkpoint, so these files need not exist."""
     if ":" in config.workload:
         return _load_own(config)
     found: Workload = importlib.import_module(f".{config.workload}", __package__).build(config, pretrained=pretrained)
@@ -77,7 +77,7 @@ def _load_own(config: Config) -> Workload:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # an import inside the user's module failed: the traceback says where
+            raise  # an import inside the user's module failed, and the traceback says where
         raise UserError(
             f'workload must be {RULE}, got "{config.workload}": no module "{error.name}" in {os.getcwd()} or on '
             "PYTHONPATH."
@@ -91,16 +91,16 @@ def _load_own(config: Config) -> Workload:
     if not isinstance(workload, Workload):
         got = type(workload).__name__
         raise UserError(f"workload: {config.workload} must return a train.workloads.Workload, got {got}.")
-    # Evaluated samples are the same whatever the run's seed, even those that draw random numbers
+    # Evaluation uses seed 0, so that samples that draw random numbers are the same in all runs
     train = _samples(config, "train", workload.train, seed=config.seed)
     return replace(workload, train=train, evaluation=_samples(config, "evaluation", workload.evaluation, seed=0))
 
 
 def _samples(config: Config, purpose: str, given: Any, *, seed: int) -> Samples:
-    """`given` itself, or samples made of a map-style Dataset: of what takes an index, as Hugging Face's does, whose
-    method `batch` means something else. Raises UserError for anything else, and for none."""
+    """Turn a map-style Dataset into samples; return samples unchanged. What has an index counts as a Dataset, because
+    the method `batch` of Hugging Face's means something else. Raises UserError for other types, and if it is empty."""
     samples: Any = given
-    if type(given) is TensorDataset and len(given.tensors) == 2:  # by index, many times faster than one by one
+    if type(given) is TensorDataset and len(given.tensors) == 2:  # indexing a batch is many times faster
         samples = TensorSamples(*given.tensors)
     elif hasattr(given, "__getitem__") and not isinstance(given, IterableDataset):
         samples = MapSamples(given, seed=seed)

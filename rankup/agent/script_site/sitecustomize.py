@@ -1,11 +1,11 @@
-"""Python imports this when it starts a script for `rankup launch`. From then on SIGRTMAX writes all stacks.
+"""Python imports this file when it starts a script for `rankup launch`. From then on SIGRTMAX writes all stacks.
 
-At the end it gives gloo's threads a moment. After the last collective they still release its tensors, for which they
-need the interpreter's lock. If Python is already shutting down, it ends such a thread in the middle of C++,
-and the process aborts with its work done (`terminate called without an active exception`, PyTorch's issue 179291).
+At the end of the script this file gives gloo's threads a moment. They release the tensors of the last collective, for
+which they need the GIL. If Python is already shutting down, it ends such a thread in the middle of C++ code, and the
+process aborts although its work is done (`terminate called without an active exception`, pytorch 179291).
 
-It imports nothing of this project, and leaves no trace: processes that the script starts do not come here, and a
-`sitecustomize` of the user or the system follows.
+This file imports nothing of this project and leaves no trace: processes that the script starts do not import it, and it
+imports the `sitecustomize` of the user or the system, if there is one.
 """
 
 import atexit
@@ -19,7 +19,7 @@ END_S = 0.2
 
 
 def _settle() -> None:
-    """The first function that is registered is the last that Python calls before it shuts down."""
+    """Wait for gloo's threads. Python calls this function last, because it was registered first."""
     if "torch.distributed" in sys.modules:
         time.sleep(END_S)
 
@@ -31,11 +31,11 @@ _others = [part for part in os.environ.pop("PYTHONPATH", "").split(os.pathsep) i
 if _others:
     os.environ["PYTHONPATH"] = os.pathsep.join(_others)
 try:
-    # Unbuffered and without an object that could be closed: only the handler writes to it
+    # A bare descriptor: only the handler writes to it, and no file object can close it
     _file = os.open(os.environ.pop("RANKUP_STACKS"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     faulthandler.register(signal.SIGRTMAX, _file, all_threads=True)
 except (KeyError, OSError, ValueError):
-    pass  # no variable, or a full disk: the script runs all the same, without stacks
+    pass  # without the variable, or on a full disk, the script runs without stacks
 _this = sys.modules.pop("sitecustomize")
 try:
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401  # the next one on the path
