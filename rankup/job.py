@@ -43,10 +43,10 @@ def init(
 ) -> "Job":
     """Meet the other ranks, take ownership of the run, and return the job. Call it once, before you build the model.
 
-    It starts torch.distributed and seeds all random numbers, so that all ranks build equal models. From then on,
-    SIGTERM, SIGHUP, SIGINT and SIGUSR1 stop the job after a save.
+    It starts torch.distributed and seeds all random numbers, so that all ranks build equal models. SIGTERM, SIGHUP,
+    SIGINT and SIGUSR1 end the process at once before the first step, and later stop the job after a save.
 
-    `run`: the folder of the run, by default `runs/` and the script's or module's name. The same call resumes its run.
+    `run`: the run's folder, by default `runs/` and the name of the script or module. The same call resumes the run.
     `seed`: determines the order of samples and the random numbers.
     `device`: "auto" (the accelerator of this local rank, else the CPU), "cpu", "cuda" or "cuda:1".
     `fresh`: move the contents of the folder aside and start from the beginning.

@@ -31,7 +31,7 @@ class Group:
     and the end of the block turns that error into a PeerLost that names the rank.
 
     `hosts`: host names by rank. `restarted`: whether any rank's process was restarted. `settings`: values that must be
-    equal on all ranks. `backend`: torch's name for it. `store`: torch's store, None until the ranks have met.
+    equal on all ranks. `backend`: for torch's process group. `store`: torch's store, None until the ranks have met.
     """
 
     settings: Mapping[str, str]

@@ -165,7 +165,7 @@ def open_store(commit: Mapping[str, Any], listener: socket.socket | None, *, tim
 
 
 def check_settings(group: Group) -> None:
-    """Raise UserError if ranks differ in code or settings. Ranks without an agent have compared them when they met."""
+    """Raise UserError if ranks differ in code or settings. Ranks without an agent compared them when they met."""
     digest = hashlib.sha256(json.dumps(dict(group.settings), sort_keys=True).encode()).hexdigest()
     if group.launch.agent is not None and len({*group.gather(digest)}) > 1:
         for name in dict.fromkeys(name for names in group.gather([*group.settings]) for name in names):

@@ -1,4 +1,4 @@
-"""Signals: a thread beside the loop receives stop requests and requests for stacks, and reads its connections.
+"""Signals: a thread beside the loop receives requests to stop and requests for stacks.
 
 SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the loop checks; they never interrupt a step. SIGUSR2 asks for the
 stacks of all threads. Once the rank has a group, the same thread reads the rank's line to the other ranks, and watches

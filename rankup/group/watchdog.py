@@ -267,7 +267,7 @@ class Watchdog:
 
     def _take_stacks(self, why: str, *, all_alive: bool) -> list[str]:
         """Write the stacks of this rank. Returns lines for the log: the file and, if `all_alive`, where all ranks are.
-        If a process has ended, don't ask: the other ranks already wait for this rank's replacement."""
+        After a process has ended, this rank asks nobody, because the restart of the job waits for it to leave."""
         file = within(timing.STACKS_S, lambda: dump(why, self.record))  # before the question, which takes longer
         places = {sign["rank"]: sign["place"] for sign in self.signs_of_life()} if all_alive else {}
         lines = ["; ".join(compare(places))] if places else []

@@ -291,7 +291,7 @@ class Batches:
         return len(self._source.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # `except StopIteration` needs the batch after a finished pass, where a `for` loop visits each pass in turn
+        # After a resume, `for` loops visit finished passes too, without batches. `except StopIteration` skips them
         while not (yield from self._pass()) and at_stop_iteration():
             pass
 
@@ -309,7 +309,7 @@ class Batches:
                 "place a resumed run would not find. Build the loader once, above the loop."
             )
         number, state = live.begin_pass(self, source)
-        if number and not (again or live.running or live.fetched or live.has_epochs):  # the code after a pass has run
+        if number and not (again or live.running or live.fetched or live.has_epochs):  # code ran after the last pass
             job.tracked.check_unchanged(after_epoch=True)
             with job.commit_lock:
                 if number < known:  # that code has run a second time, and the copy already holds its changes

@@ -24,7 +24,7 @@ from rankup.state.saver import Options
 # state: each step, epoch and sample derives its own seed. rankup refuses a copy of another format, because the resumed
 # run would silently get other weights.
 FORMAT = 9
-OVER = -1  # replaces the count of a pass's batches when the pass has ended: its loader's state is the next pass's
+OVER = -1  # stands for the number of batches of a pass that has ended; its loader's state belongs to the next pass
 
 
 class Live:
@@ -127,7 +127,7 @@ class Figures:
     def open(self, commit: dict[str, Any], *, changed: bool) -> None:
         """Continue the files of the run, which this attempt owns. Rank 0 only. `commit`: the agents' commit, if nodes
         may come and go. `changed`: whether the newest copy has another number of ranks."""
-        # A reader would take the result of a run that goes on for its end
+        # Remove an earlier result: readers would take it for the end of this run
         discard(self.group.run_dir / RESULT, check=self.run.owner.check)
         self.metrics = Metrics(
             self.group.run_dir, self._position, saved=Position.of(self.run.saved),

@@ -30,7 +30,7 @@ CHANGE_S = 10.0
 
 
 class CommitLock:
-    """A lock around everything that turns the state of one step, with `progress`, into that of the next.
+    """A lock around everything that turns the state of one step, `progress` included, into the state of the next.
 
     A block that raises never releases the lock, because the state that it leaves belongs to no step. `alone`: there is
     only one rank."""
@@ -79,7 +79,7 @@ class CommitLock:
         if self._stream is None:
             yield
             return
-        # A new thread starts on GPU 0. Restoring that device's stream afterwards would need memory there
+        # A new thread starts on GPU 0. Stay on this device afterwards: a return to GPU 0 would need memory there
         torch.cuda.set_device(self.device)
         with torch.cuda.stream(self._stream):
             yield

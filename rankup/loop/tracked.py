@@ -28,7 +28,7 @@ from rankup.state.tree import ITEM, TensorFile, encode
 BUCKET_BYTES = 250 * 2**20  # DDP's own value: buffers up to this total size are sent as one
 CHECKS = 20  # check all objects before this many steps, because a mistake in a loop shows in every step
 LARGE_BYTES = 64 * 2**20  # don't check larger tensors, except those of modules and optimizers
-KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # hide no optimizer
+KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # contain no optimizers
 FILLED_IN_PLACE = (dict, list, torch.Tensor)
 WRAPPERS = (DistributedDataParallel, DataParallel)
 
@@ -226,7 +226,7 @@ class Tracked:
         states = self.state()
         kinds = nn.Module | Optimizer
         rest = {name: state for name, state in states.items() if not isinstance(self.items[name], kinds)}
-        for name, buffers in self._buffers.items():  # without buffers that a copy does not hold
+        for name, buffers in self._buffers.items():  # leave out non-persistent buffers, which a copy does not hold
             rest[f"the buffers of {name}"] = {key: each for key, each in buffers.items() if key in states[name]}
         return {name: _digest(*encode({name: each})) for name, each in rest.items()}
 
@@ -339,7 +339,7 @@ def laid_out(value: Any, live: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)  # all ranks have all of it
+    return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)  # each rank has the whole
 
 
 def fix_bucket_order(items: dict[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
-"""Data sources: each named data set becomes samples, in memory or in files that are decoded one at a time; and their
-settings. No torch here."""
+"""Data sets by name, and their settings. Each becomes samples, in memory or in files that are decoded one at a time. No
+torch here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 from ...setting import Count, Natural, Settings, free, path, setting
 from .fetch import KNOWN
 
-# `dataset` -> module in here, and the function (config) -> (training half, test half) in it. A new data set is a
-# function and a line in this table; one that torchvision reads is a line in KNOWN.
+# `dataset` -> module in this folder and its function (config) -> (training samples, test samples). A new data set is a
+# function and a line in this table, or, if torchvision reads it, a line in KNOWN.
 SOURCES = {
     **dict.fromkeys(KNOWN, "in_memory:of_torchvision"),
     "imagefolder": "imagefolder:load",
@@ -24,39 +24,39 @@ _of_hf = partial(setting, min_length=1, rule="a name", of="--dataset hf")
 
 
 class DataSettings(Settings):
-    """Which data set, and what it has."""
+    """Which data set to use, and its settings."""
 
     dataset: str = setting("fashion-mnist", f"The data: {NAMES}.", rule=f"one of {NAMES}",
                            pattern=f"^({'|'.join(SOURCES).replace('PATH_OR_NAME', '.+')})$",
                            of="--workload images or --dataset hf")
     data_dir: str | None = path("Folder of the data; null: look in the usual places, then download.", free=True)
     image_size: int | None = setting(
-        None, "Height and width of images in pixels; null: theirs.", ge=8, of="--workload images")
+        None, "Height and width of images in pixels; null: their own.", ge=8, of="--workload images")
     augment: Augment = setting(
         False, "Change the training images at random. true: shift and flip; imagenet: its random crops and flips; "
-        "trivial: TrivialAugmentWide besides. The last two are for imagefolder and hf.",
+        "trivial: also TrivialAugmentWide. The last two need imagefolder or hf.",
         rule="true, false, imagenet or trivial", of="--workload images")
-    limit_train: Natural = setting(0, "Use only the first so many training samples; 0: all.")
-    limit_eval: Natural = setting(0, "Evaluate on only the first so many samples; 0: all.")
+    limit_train: Natural = setting(0, "Train only on the first N samples; 0: all.")
+    limit_eval: Natural = setting(0, "Evaluate only on the first N samples; 0: all.")
     eval_split: Literal["dev", "test"] = free(
-        "dev", "Which part to evaluate on, where there are both.", of="--workload text or --dataset hf")
+        "dev", "Which part to evaluate on if there are both.", of="--workload text or --dataset hf")
 
-    fake_samples: Count = setting(1024, "How many images it has.", of="--dataset fake")
+    fake_samples: Count = setting(1024, "How many training images it has.", of="--dataset fake")
     fake_classes: int = setting(10, "How many classes it has.", ge=2, of="--dataset fake")
 
-    hf_config: str | None = _of_hf(None, "Which configuration of the data set; null: the only or default one.")
+    hf_config: str | None = _of_hf(None, "Configuration of the data set; null: the only one, or the default.")
     input_column: str | None = _of_hf(None, "Column of the images or texts; null: image, or text.")
     label_column: str = _of_hf("label", "Column of the labels.")
     hf_train_split: str = _of_hf("train", "Rows to train on: a split, or part of one such as train[:90%].")
     hf_eval_split: str | None = _of_hf(
         None, "Rows to evaluate on; null: validation or test, as eval_split says.", free=True)
     hf_download: bool = free(
-        False, "hf:NAME may be a name at the Hugging Face hub, downloaded once.", of="--dataset hf")
+        False, "Download hf:NAME from the Hugging Face hub, once.", of="--dataset hf")
 
 
 def load(config: DataSettings) -> tuple[Any, Any]:
-    """The training half and the test half of `config.dataset`, both TensorSamples or both FileSamples, cut to
-    limit_train and limit_eval, in `image_size`. The set is downloaded if it is nowhere. Raises UserError, one line with
-    the file's path, for data that are missing or damaged."""
+    """Return the training and the test samples of `config.dataset`, both TensorSamples or both FileSamples, limited by
+    limit_train and limit_eval, with `image_size`. Download the data set if it is not on this machine. Raises UserError,
+    which names the file, if data are missing or damaged."""
     train, test = resolve_name(f"{__name__}.{SOURCES.get(config.dataset, SOURCES['hf:PATH_OR_NAME'])}")(config)
     return train.cut(config.limit_train, config.image_size), test.cut(config.limit_eval, config.image_size)

@@ -1,5 +1,5 @@
-"""Find a data set of torchvision, or fetch it once per node: one process downloads to a temporary name and renames; the
-others wait. Other jobs on the node may want the same data, so a lock on a file decides which one."""
+"""Find a data set of torchvision on this machine, or download it once per node. One process, chosen by a file lock that
+other jobs share, downloads to a temporary name and renames the folder. The others wait."""
 
 import errno
 import os
@@ -15,9 +15,9 @@ from pathlib import Path
 from rankup import UserError, cache_roots
 
 SILENCE_S = 10  # give up when a server has sent nothing for this long
-FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk without room is no reason to train on other data
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a full disk is the user's mistake: do not try other sources or other data
 
-# torchvision knows the addresses and the md5 of each file. It runs in a process of its own, which can be ended in time
+# torchvision knows the address and the md5 of each file. It runs in its own process, which a timeout can kill
 DOWNLOAD = f"""
 import contextlib, ctypes, io, socket, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # it dies with the process that waits for it
@@ -32,23 +32,23 @@ except Exception as error:
 
 
 class NotFetched(UserError):
-    """No source gave the data set: there is no network, or each of them refused."""
+    """No source has provided the data set: there is no network, or each source refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A data set that torchvision reads, and downloads. mean and std are those of its training images / 255."""
+    """A data set that torchvision reads and downloads."""
 
-    kind: str  # the class of torchvision.datasets
-    folder: str  # what that keeps below its root
-    package: str = ""  # Debian's, for a network that mirrors only Debian
-    packed: Path | None = None  # where that puts what belongs into `folder`/raw, in .gz files
-    mean: tuple[float, ...] = ()  # mean, std: one per channel
+    kind: str  # the class in torchvision.datasets
+    folder: str  # the folder of this data set below torchvision's root
+    package: str = ""  # Debian's package, for a network that mirrors only Debian
+    packed: Path | None = None  # where the package puts the .gz files that belong into `folder`/raw
+    mean: tuple[float, ...] = ()  # mean, std: one per channel, of the training images / 255
     std: tuple[float, ...] = ()
-    mirror: bool = True  # whether a mirrored image still shows its class; a mirrored 2 does not
+    mirror: bool = True  # whether a mirrored image still shows its class: a mirrored 2 is no 2
 
 
-# `dataset` -> what it is. A data set that torchvision reads needs nothing else
+# `dataset` -> its entry. A data set that torchvision reads needs nothing else
 KNOWN = {
     # Pictures of clothes (Xiao et al. 2017), the default
     "fashion-mnist": Remote(
@@ -60,7 +60,7 @@ KNOWN = {
     "cifar10": Remote(
         kind="CIFAR10", folder="cifar-10-batches-py", mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)
     ),
-    # Handwritten too, 1438 and 359 of 8 x 8 pixels, in the layout of MNIST: never fetched
+    # Also handwritten digits, 1438 and 359 of 8 x 8 pixels, in MNIST's layout. They ship with this program
     "digits": Remote(kind="MNIST", folder="MNIST", mean=(0.2873,), std=(0.3537,), mirror=False),
 }
 
@@ -70,8 +70,8 @@ def say(line: str) -> None:
 
 
 def locate(remote: Remote, *, data_dir: str | None, timeout_s: float) -> Path:
-    """torchvision's root, in which the set has its folder: data_dir if it is given, otherwise a cache. What is in none
-    of them is fetched. Raises UserError as `fetch` does."""
+    """Return torchvision's root, which contains the folder of the data set: data_dir if it is given, otherwise a cache.
+    Fetch the data set if it is not there. Raises UserError as `fetch` does."""
     roots = cache_roots() if data_dir is None else [Path(data_dir).expanduser()]
     for root in roots:
         if os.path.isdir(root / remote.folder):
@@ -82,16 +82,16 @@ def locate(remote: Remote, *, data_dir: str | None, timeout_s: float) -> Path:
 
 
 def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
-    """Have the folder `target` fetched by this process or by another on this node. Those who waited for one that failed
-    raise the same reason. Raises NotFetched if no source gives the data within `timeout_s`, UserError if `target`
-    cannot be written."""
-    from filelock import FileLock  # here: for what downloads nothing
+    """Download the folder `target`, or wait for another process on this node that does. If that process fails, this one
+    raises the same reason. Raises NotFetched if no source provides the data within `timeout_s`, and UserError if
+    `target` can't be written."""
+    from filelock import FileLock  # here because most runs download nothing
 
     root, failed, began_s = target.parent, target.with_name(f".{target.name}.failed"), time.time()
     try:
         root.mkdir(parents=True, exist_ok=True)
         say(f"fetching {remote.kind} to {root}, or waiting for the process that does")
-        # The kernel takes the lock back when its owner dies
+        # The kernel releases the lock when its owner dies
         with FileLock(target.with_name(f".{target.name}.lock")):
             if target.exists():
                 return
@@ -108,9 +108,9 @@ def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
 
 
 def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
-    """From Debian's package if it is installed, else from the web, else from the package's file: to a temporary folder
-    beside the target, then rename."""
-    for path in target.parent.glob(f".{target.name}.partial-*"):  # of processes that were killed
+    """Get the data from Debian's package if it is installed, else from the web, else from Debian's package file. Write
+    to a temporary folder next to the target, then rename it."""
+    for path in target.parent.glob(f".{target.name}.partial-*"):  # left by processes that were killed
         shutil.rmtree(path, ignore_errors=True)
     reasons = []
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.partial-", dir=target.parent) as temporary:
@@ -132,23 +132,23 @@ def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
                     raise
                 reasons.append(f"{name}: {' '.join(str(error).split())}".replace(f"{folder}{os.sep}", ""))
             else:
-                (folder / target.name).rename(target)  # atomic: a reader sees the whole folder or nothing
+                (folder / target.name).rename(target)  # atomic: other processes see the whole folder or nothing
                 return
     raise NotFetched(
-        f"{remote.kind} is not in {target.parent} and cannot be downloaded ({'; '.join(reasons)}). Bring the folder "
-        f"{target.name} from a machine that can, and set data_dir to where it lies; dataset digits needs no download."
+        f"{remote.kind} is not in {target.parent} and cannot be downloaded ({'; '.join(reasons)}). Copy the folder "
+        f"{target.name} from a machine that has it, and set data_dir to its place; dataset digits needs no download."
     )
 
 
 def _of_debian(remote: Remote, folder: Path) -> list[list[str]]:
-    """The files of the package, without root. A bare container has no lists of packages: they come first."""
-    # As root, apt switches to a user who may not write here, unless the first option keeps it from doing so
+    """Return commands that get the package without root. A plain container has no package lists: they come first."""
+    # APT::Sandbox::User: otherwise apt, as root, switches to a user that can't write here
     options = ["APT::Sandbox::User=root", "Acquire::Retries=0", f"Acquire::http::Timeout={SILENCE_S}",
                f"Dir::State::Lists={folder}/lists", f"Dir::Cache={folder}/cache"]
     apt = ["apt-get", *(word for option in options for word in ("-o", option))]
     return [
         ["mkdir", "-p", "lists/partial", "cache/archives/partial"],
-        [*apt, "update"],  # some of the lists may be enough
+        [*apt, "update"],  # may fail for some lists: the others may be enough
         [*apt, "download", remote.package],
         ["sh", "-c", "dpkg -x *.deb files"],
         *_unpack(Path(f"files{remote.packed}"), remote.folder),
@@ -160,8 +160,8 @@ def _unpack(packed: Path, folder: str) -> list[list[str]]:
 
 
 def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
-    """One after the other. If the last one fails, OSError: a full disk's, or one with apt's first two errors, else with
-    the last two lines."""
+    """Run the commands in turn. If the last one fails, raise OSError: that of a full disk, or one with apt's first two
+    errors, or else with the last two lines of output."""
     lines: list[str] = []
     for command in commands:
         done = subprocess.run(
@@ -179,11 +179,11 @@ def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
 
 
 def writable_cache() -> Path:
-    """The first cache folder that can be written, created if it is missing. Raises UserError if there is none."""
+    """Return the first cache folder that can be written, and create it if needed. Raises UserError if there is none."""
     roots = cache_roots()
     for root in roots:
         with suppress(OSError):
-            # 0o700: in a shared temporary folder nobody else should write into ours.
+            # 0o700: the cache may be in a shared temporary folder, and other users must not write into it.
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(root, os.W_OK | os.X_OK):
             return root

@@ -1,5 +1,5 @@
-"""Hugging Face data sets: rows of images or of texts, as those of files are. The package `datasets` maps the rows into
-memory (Arrow), so that each is found by its number without reading others."""
+"""Hugging Face data sets with rows of images or texts. The package `datasets` maps the rows into memory (Arrow): it
+finds a row by its number without reading other rows."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .. import one_line
 from ..file_samples import FileSamples, read_file
 from .texts import NAMES, Part, checked
 
-SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
-COMPARED = 100  # images whose bytes are part of the digest; of all others only the lengths are
+SAVED = ("dataset_dict.json", "state.json")  # written by `save_to_disk` for several splits, and for one split
+COMPARED = 100  # the digest covers the bytes of about this many images, and only the lengths of the others
 
 
 def load(config: Config) -> tuple[FileSamples, FileSamples]:
-    """The images of the splits that the settings name, in the order of their rows. Raises UserError."""
+    """Return the images of the splits that the settings name, in the order of their rows. Raises UserError."""
     train, test = open_rows(config, "image", _is_image)
     return _file_set(train, train.classes, config), _file_set(test, train.classes, config)
 
 
 def load_texts(config: Config) -> tuple[Part, Part, tuple[str, ...]]:
-    """The texts of the splits that the settings name, and the classes. Raises UserError."""
+    """Return the texts of the splits that the settings name, and the classes. Raises UserError."""
     train, test = open_rows(config, "text", _is_text)
 
     def read(rows: Rows) -> Part:
@@ -44,20 +44,20 @@ def load_texts(config: Config) -> tuple[Part, Part, tuple[str, ...]]:
 
 
 def _checked(rows: Rows, inputs: Sequence[str], classes: Sequence[str], config: Config, *, of: str) -> Part:
-    """Raises UserError, naming rows without an input, and those whose label is none of `classes`."""
+    """Return the rows as a Part. Raises UserError, naming rows without an input, or with a label not in `classes`."""
     pairs = enumerate(zip(rows.labels, inputs, strict=True), rows.start)
     numbered = ((row, label or "", value) for row, (label, value) in pairs)
     return checked(numbered, Path(config.dataset) / rows.split, classes, unit="row", of=of)
 
 
 def open_splits(config: Config) -> Mapping[str, Any]:
-    """Split -> `datasets.Dataset`, from a folder, the cache of `datasets`, or, with hf_download, the hub."""
+    """Open each split as a `datasets.Dataset`, from a folder, the cache of `datasets`, or, if hf_download, the hub."""
     if importlib.util.find_spec("datasets") is None:
         raise UserError(
             f"dataset must be another than {config.dataset} without the package datasets, which is not installed: "
             "pip install 'rankup[hf]', in a checkout pip install -e '.[hf]'"
         )
-    # It would report to the hub what is used here. Read when the packages are imported
+    # Do not report usage to the hub. The packages read these variables when they are imported
     os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
     import datasets
     from huggingface_hub import constants
@@ -66,40 +66,40 @@ def open_splits(config: Config) -> Mapping[str, Any]:
     folder = Path(name).expanduser()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    if folder.is_dir() or not config.hf_download:  # as HF_HUB_OFFLINE=1 would have it
+    if folder.is_dir() or not config.hf_download:  # the effect of HF_HUB_OFFLINE=1
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    try:  # of several processes one downloads: `datasets` locks its cache
+    try:  # only one of several processes downloads, because `datasets` locks its cache
         if any((folder / file).is_file() for file in SAVED):
             found = datasets.load_from_disk(str(folder))
         else:
             found = datasets.load_dataset(str(folder.absolute()) if folder.is_dir() else name, config.hf_config)
     except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room, no network
         way_out = "" if folder.is_dir() or config.hf_download else (
-            " It is no folder here and can't be read from the cache. Nothing is downloaded unasked: set --hf-download."
+            " It is no folder here and can't be read from the cache. To download it, set --hf-download."
         )
         raise UserError(f"{name} can't be read as a Hugging Face data set ({one_line(error)}).{way_out}") from error
     return found if isinstance(found, Mapping) else {"train": found}
 
 
-# Which rows, and their columns -------------------------------------------------------------------------------------
+# Rows and their columns --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one split, from number `start` on."""
+    """Consecutive rows of one split, beginning with row `start`."""
 
     where: str  # the data set and the split, for messages
     split: str
     start: int
     table: Any  # a `datasets.Dataset`
     input: str  # the column of the images or texts
-    labels: Sequence[str | None]  # of each row as a text, None where there is none
-    classes: tuple[str, ...]  # those that the column declares, else the values that occur, sorted
+    labels: Sequence[str | None]  # the label of each row as a text, None if it has none
+    classes: tuple[str, ...]  # the classes that the column declares, else the values that occur, sorted
 
 
 def open_rows(config: Config, usual: str, fits: Callable[[Any], bool]) -> tuple[Rows, Rows]:
-    """The rows to train and to evaluate on, with their labels. `usual`: the column of the inputs if the settings name
-    none; `fits`: whether a column's feature holds them. Raises UserError."""
+    """Return the rows to train on and the rows to evaluate on. `usual`: the column of the inputs if the settings name
+    none. `fits`: returns whether a column's feature can hold inputs. Raises UserError."""
     splits = open_splits(config)
     usual_splits = [*NAMES[config.eval_split], *NAMES["dev"], *NAMES["test"]]
     evaluated = config.hf_eval_split or next((name for name in usual_splits if name in splits), None)
@@ -111,7 +111,7 @@ def open_rows(config: Config, usual: str, fits: Callable[[Any], bool]) -> tuple[
     inputs, label = config.input_column or usual, config.label_column
 
     def part(setting: str, wanted: str) -> Rows:
-        """The rows of a split, or of a part of one such as train[:90%]."""
+        """Return the rows of a split, or of a part of a split such as train[:90%]."""
         from datasets import ReadInstruction
 
         split, numbers = wanted.partition("[")[0], range(0)
@@ -137,16 +137,16 @@ def open_rows(config: Config, usual: str, fits: Callable[[Any], bool]) -> tuple[
 
 
 def _read_labels(table: Any, column: str) -> tuple[list[str | None], tuple[str, ...]]:
-    """The label of each row, and the classes."""
+    """Return the label of each row, and the classes."""
     values = table.data.column(column).to_pylist()
-    if names := getattr(table.features[column], "names", None):  # -1 stands for a label that was not published
+    if names := getattr(table.features[column], "names", None):  # a label that was not published is -1
         return [names[value] if value in range(len(names)) else None for value in values], tuple(names)
     found = sorted({value for value in values if value is not None})
     return [None if value is None else str(value) for value in values], tuple(map(str, found))
 
 
 def _is_label(feature: Any) -> bool:
-    return type(feature).__name__ in ("ClassLabel", "Value")  # and no list
+    return type(feature).__name__ in ("ClassLabel", "Value")  # not a list
 
 
 def _is_text(feature: Any) -> bool:
@@ -154,7 +154,7 @@ def _is_text(feature: Any) -> bool:
 
 
 def _is_image(feature: Any) -> bool:
-    # Parquet files that were not written by `datasets` have the bytes alone, or a struct of bytes and path
+    # Parquet files that `datasets` did not write have only bytes, or a struct of bytes and path
     inner = feature.get("bytes") if isinstance(feature, dict) else feature
     return type(inner).__name__ == "Image" or getattr(inner, "dtype", "") in ("binary", "large_binary")
 
@@ -163,11 +163,11 @@ def _is_image(feature: Any) -> bool:
 
 
 def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSamples:
-    """Raises UserError as `_checked` does."""
+    """Return the images as samples. Raises UserError as `_checked` does."""
     import pyarrow.compute
     from datasets import Image
 
-    # A file's bytes, or its path, in every row: whatever form the files of the data set have
+    # With decode=False each row has the bytes or the path of a file, for every format of the data set
     cells = rows.table.cast_column(rows.input, Image(decode=False)).data.column(rows.input)
     lengths = pyarrow.compute.binary_length(pyarrow.compute.struct_field(cells, "bytes")).to_pylist()
     files = pyarrow.compute.struct_field(cells, "path").to_pylist()
@@ -182,7 +182,7 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
         cell = cells[number].as_py()
         return read_file(cell["path"]) if cell["bytes"] is None else bytearray(cell["bytes"])
 
-    # The same on every node, unlike the fingerprint of `datasets`, in which the folder's name and its files' times are
+    # This digest is equal on all nodes. The fingerprint of `datasets` depends on the folder's name and on file times
     digest = hashlib.sha256(repr((classes, [Path(path).name for path in paths], lengths)).encode())
     digest.update(labels.numpy().tobytes())
     for index in range(0, len(paths), -(-len(paths) // COMPARED)):

@@ -1,4 +1,4 @@
-"""Any folder of class folders with images: listed by torchvision, decoded one at a time by FileSamples."""
+"""The data set imagefolder: any folder with one folder of images for each class. FileSamples decodes the images."""
 
 import hashlib
 import os
@@ -18,8 +18,8 @@ Listed = dict[str, list[str]]  # class -> the paths of its images
 
 
 def load(config: Config) -> tuple[FileSamples, FileSamples]:
-    """The images of data_dir/train and of data_dir/val (else test). Without these folders, nine in ten images of each
-    class are to train on and the others to test on, always the same. No file is opened. Raises UserError."""
+    """Return the images of data_dir/train and of data_dir/val (else test). Without these folders, one in ten images of
+    each class, always the same, is for tests and the others for training. Opens no file. Raises UserError."""
     assert config.data_dir is not None, "load_config refuses imagefolder without data_dir"
     root = Path(config.data_dir).expanduser()
     train, test = root / "train", root / "val"
@@ -34,13 +34,13 @@ def load(config: Config) -> tuple[FileSamples, FileSamples]:
         train = test = root
         parts = {name: _split(root / name, paths) for name, paths in _list(root).items()}
         train_files, test_files = ({name: part[half] for name, part in parts.items()} for half in (0, 1))
-    # Named by the content, not by the place: the names and sizes of all files
+    # The name depends on the names and sizes of all files, not on where the folder is
     digest = hashlib.sha256()
     for files, folder in ((train_files, train), (test_files, test)):
         start = len(os.path.join(folder, ""))
         try:
             lines = [f"{path[start:]}\0{os.stat(path).st_size}\0" for paths in files.values() for path in paths]
-        except OSError as error:  # a link to nothing
+        except OSError as error:  # a broken link
             raise UserError(f"{error.filename}: cannot be read ({error.strerror}). Restore or remove it.") from error
         digest.update("".join([*lines, "\0"]).encode(errors="surrogateescape"))
     name = f"imagefolder-{digest.hexdigest()[:8]}"
@@ -56,11 +56,11 @@ def _samples(files: Listed, folder: Path, name: str, config: Config) -> FileSamp
 
 
 def _list(root: Path) -> Listed:
-    """All images below each class folder, in the order of their names: the same on every node and file system. Nothing
-    hidden: neither .ipynb_checkpoints, nor what macOS puts beside a file as ._NAME."""
+    """List all images below each class folder, sorted by name, so that all nodes and file systems give the same order.
+    Skip hidden files and folders, such as .ipynb_checkpoints, and the ._NAME that macOS adds to each file."""
 
     def refuse(error: OSError) -> None:
-        raise error  # a folder that can't be read: os.walk, and with it torchvision's make_dataset, would leave it out
+        raise error  # by default os.walk, and so torchvision's make_dataset, skips a folder that can't be read
 
     listed: Listed = {}
     try:
@@ -76,15 +76,15 @@ def _list(root: Path) -> Listed:
                 raise FileNotFoundError(f"no image in {name}")
             listed[name] = sorted(paths)
     except OSError as error:
-        raise UserError(f"{root}: cannot be taken for a folder of images ({one_line(error)}). {LAYOUT}") from error
+        raise UserError(f"{root}: cannot be used as a folder of images ({one_line(error)}). {LAYOUT}") from error
     return listed
 
 
 def _split(folder: Path, paths: list[str]) -> tuple[list[str], list[str]]:
-    """The images of one class to train on, and to test on: one in ten, at least one."""
+    """Split the images of one class into training and test images. One in ten, and at least one, is a test image."""
     if len(paths) < 2:
         raise UserError(f"{folder}: holds one image, and a class needs two: one to train on, one to test on.")
-    # By digest, not by order: pictures of one series have neighbouring names.
+    # Choose by digest, not by name: pictures of one series have neighbouring names.
     by_digest = sorted(paths, key=lambda p: hashlib.sha256(os.fsencode(os.path.relpath(p, folder))).digest())
     tested = set(by_digest[: max(1, len(paths) // 10)])
     return [path for path in paths if path not in tested], [path for path in paths if path in tested]

@@ -1,5 +1,5 @@
-"""Data sets that memory holds whole, as torchvision reads them: MNIST, Fashion-MNIST, CIFAR-10, and small digits, which
-ship with the program; and made-up images."""
+"""Data sets that fit into memory: MNIST, Fashion-MNIST, CIFAR-10 and digits, which torchvision reads, and fake images.
+The small digits ship with the program."""
 
 import warnings
 from pathlib import Path
@@ -17,8 +17,8 @@ SAMPLES = Path(__file__).parents[2] / "samples" / "digits"
 
 
 def of_torchvision(config: Config) -> tuple[TensorSamples, TensorSamples]:
-    """The training half and the test half, uint8 [N, C, H, W]. The digits take the place of Fashion-MNIST where it
-    cannot be fetched and the user named no data_dir: a first try without a network shall train something."""
+    """Return training and test samples, uint8 [N, C, H, W]. If Fashion-MNIST can't be downloaded, and the user named no
+    data_dir, return the digits instead, so that a first try works without a network."""
     name, root = config.dataset, SAMPLES
     if name != "digits":
         try:
@@ -32,15 +32,15 @@ def of_torchvision(config: Config) -> tuple[TensorSamples, TensorSamples]:
 
 
 def read(name: str, root: Path) -> tuple[TensorSamples, TensorSamples]:
-    """Both halves of a set of `KNOWN`, below torchvision's root. Raises UserError for files that are missing or
-    damaged."""
-    from torchvision import datasets  # here: 0.1 to 0.4 s, which made-up images do without
+    """Read training and test samples of a data set in `KNOWN` below torchvision's root. Raises UserError if files are
+    missing or damaged."""
+    from torchvision import datasets  # here because it takes 0.1 to 0.4 s, and fake images do not need it
 
     known = KNOWN[name]
     where = root / known.folder
 
     def half(*, train: bool) -> TensorSamples:
-        # CIFAR-10's files are pickles, which can run code: torchvision compares every md5 before it opens the first one
+        # CIFAR-10's files are pickles, which can run code. torchvision compares all md5 sums before it opens one
         found = getattr(datasets, known.kind)(root, train=train)
         images, labels = torch.as_tensor(found.data), torch.as_tensor(found.targets)
         images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
@@ -56,7 +56,7 @@ def read(name: str, root: Path) -> tuple[TensorSamples, TensorSamples]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy >= 2.4 warns because CIFAR-10's pickles spell a dtype in numbers
+            warnings.simplefilter("ignore")  # numpy >= 2.4 warns of how CIFAR-10's pickles write a dtype
             return half(train=True), half(train=False)
     except Exception as error:  # of many types
         rule = f"must hold the files of {known.kind}, whole and unpacked as torchvision leaves them"
@@ -64,14 +64,14 @@ def read(name: str, root: Path) -> tuple[TensorSamples, TensorSamples]:
         raise UserError(f"{where}: {rule}, got others ({one_line(error)}). {way_out}") from error
 
 
-# Made-up images with something to learn, for trying a launch where no data is at hand --------------------------------
+# Fake images that a model can learn, to try a launch without data -----------------------------------------------------
 
 GRID = 4  # each class is a pattern of 4 x 4 squares per channel
 
 
 def fake(config: Config) -> tuple[TensorSamples, TensorSamples]:
-    """`fake_samples` images to train on, a quarter as many to test on: uint8 [N, 3, S, S], S = image_size or 32: the
-    pattern of a class (0 or 64) plus noise (0..191), integers alone, which every kind of CPU draws alike."""
+    """Make `fake_samples` training images, and a quarter as many test images: uint8 [N, 3, S, S], S = image_size or 32.
+    A pixel is the pattern of the class (0 or 64) plus noise (0..191): integers, which all kinds of CPU draw alike."""
     num_classes, image_size = config.fake_classes, config.image_size or 32
     shared = torch.Generator().manual_seed(20)
     patterns = torch.randint(0, 2, (num_classes, 3, GRID, GRID), generator=shared, dtype=torch.uint8) * 64

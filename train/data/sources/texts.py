@@ -1,4 +1,4 @@
-"""Labelled texts: one `label<TAB>text` a line, in files train, dev and test of one folder."""
+"""Labelled texts: lines of `label<TAB>text` in the files train, dev and test of one folder."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ LAYOUT = (
     "cnews.train.txt are found too. CSV files are read by --dataset hf:FOLDER."
 )
 NAMES = {"train": ("train",), "dev": ("validation", "valid", "val", "dev"), "test": ("test",)}
-NAMED = 5  # bad lines that a message names; the others are only counted
+NAMED = 5  # how many bad lines a message names; it only counts the others
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Texts, or the names of images, with the label of each."""
+    """One part of a data set: texts, or names of images, and their labels."""
 
     path: Path
     texts: tuple[str, ...]
@@ -27,8 +27,8 @@ class Part:
 
 
 def load_texts(config: Config) -> tuple[Part, Part, tuple[str, ...]]:
-    """The training part in `data_dir` (default: the sample that ships), the part that `eval_split` names, or else the
-    other of dev and test, and the classes. Raises UserError, naming file and lines."""
+    """Return the training part, the part to evaluate on, and the classes. The texts are in `data_dir`, by default the
+    sample that ships. If there is no part `eval_split`, use the other of dev and test. Raises UserError."""
     folder = SAMPLE if config.data_dir is None else Path(config.data_dir).expanduser()
     train_path = _file(folder, "train")
     other = "test" if config.eval_split == "dev" else "dev"
@@ -44,7 +44,7 @@ def load_texts(config: Config) -> tuple[Part, Part, tuple[str, ...]]:
 
 
 def read_lines(path: str) -> tuple[str, ...]:
-    """The texts of a file without labels, one a line; empty lines are skipped. Raises UserError, also for no text."""
+    """Read a file without labels, one text per line. Skip empty lines. Raises UserError, also if there is no text."""
     lines = tuple(text for line in _lines(Path(path)) if (text := line.strip()))
     if not lines:
         raise UserError(f"--input must be a file with one text a line, got {path}, which is empty.")
@@ -52,7 +52,7 @@ def read_lines(path: str) -> tuple[str, ...]:
 
 
 def _file(folder: Path, part: str) -> Path | None:
-    """The file of a part: train.txt, or with a word in front as in cnews.train.txt. Raises UserError for two."""
+    """Find the file of a part, such as train.txt or cnews.train.txt. Raises UserError if there are two."""
     try:
         files = sorted(path for path in folder.iterdir() if path.suffix in (".txt", ".tsv") and path.name[0] != ".")
     except OSError as error:
@@ -65,7 +65,7 @@ def _file(folder: Path, part: str) -> Path | None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        # Split at newlines alone: an article may hold the other characters at which splitlines() splits
+        # Split only at newlines: splitlines() also splits at other characters, which an article may contain
         return path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: must be UTF-8, got other bytes at {error.start}.") from error
@@ -84,8 +84,8 @@ def checked(
     rows: Iterable[tuple[int, str, str]], path: Path, classes: Sequence[str] = (), *, unit: str = "line",
     of: str = "text",
 ) -> Part:
-    """The rows of `path`: the number, the label and the text of each. `classes`: the labels that there may be; empty
-    for any. Raises UserError for bad rows, and for none."""
+    """Return `rows` of the file `path`, each (number, label, text), as a Part. `classes`: the allowed labels; empty
+    allows any. `unit`, `of`: what messages call a row and a text. Raises UserError for bad rows, and for no rows."""
     texts, labels, bad = list[str](), list[str](), list[str]()
     known = frozenset(classes)
     for number, label, text in rows:
