@@ -36,7 +36,7 @@ def test_slurm_job_whose_rank_agent_and_node_are_killed_and_that_is_stopped_twic
     job.wait_for_step(75)
     job.kill_agent("node0")
     job.wait_for_text("resumed from step", count=2)
-    assert "the agent on node0 ended with 137, started again (1 of 3)" in job.output, job.output
+    assert "the agent on node0 ended with 137, restarted (1 of 3)" in job.output, job.output
     assert job.show()["Restarts"] == "0"
     for number, way in enumerate((("scancel", "--signal=TERM"), ("scontrol", "requeue")), 1):
         job.wait_for_step(50 + 75 * number)

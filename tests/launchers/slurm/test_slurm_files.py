@@ -78,4 +78,4 @@ def test_slurm_task_starts_an_agent_again_where_that_may_help(
     done = task(tmp_path, end, MAX_RESTARTS="2")
     assert done.returncode == code, done.stderr
     assert len((tmp_path / "starts").read_text().splitlines()) == starts
-    assert done.stderr.count("started again") == starts - 1
+    assert done.stderr.count(", restarted (") == starts - 1

@@ -245,7 +245,7 @@ def test_slurm_job_whose_nodes_give_no_step_is_requeued(probe: str, tmp_path: Pa
     job = Started(tmp_path, "0", FIRST_STEP_S="1")
     code, said = job.run()
     assert (code, job.requeued(), job.trained()) == (143, ["requeue 7"], [])
-    assert "not every node of big[7,9] runs a step within 1 s" in said
+    assert "not every node of big[7,9] ran a first step within 1 s" in said
     assert not list(tmp_path.glob(".slurm-*"))
 
 
@@ -253,7 +253,7 @@ def test_slurm_nodes_without_the_shared_disk_are_named(tmp_path: Path) -> None:
     (tmp_path / "probe").write_text("printf 'big7\\nbig9\\n'\n")
     code, said = Started(tmp_path, "0").run()
     assert code == 2
-    assert f"{tmp_path} or {ROOT} is not there on big7 big9: put the checkout and runs/ on a disk" in said
+    assert f"{tmp_path} or {ROOT} does not exist on big7 big9: put the checkout and runs/ on a disk" in said
     assert not list(tmp_path.glob(".slurm-*"))
 
 
@@ -267,7 +267,7 @@ def test_slurm_doctor_decides_whether_the_job_trains(
     job = Started(tmp_path, codes, DOCTOR=doctor)
     code, said = job.run("--lr", "1")
     assert (code, len(job.trained()), job.requeued()) == (end, trainings, []), said
-    assert ("the doctor says no, exit code" in said) == (end == 20)
+    assert ("the doctor ended with 20 (20: nodes not fit" in said) == (end == 20)
     assert [line for line in job.lines("steps") if line.endswith(f"{TASK} {ROOT}/train/main.py doctor --lr 1")]
 
 
@@ -276,7 +276,7 @@ def test_slurm_doctor_decides_whether_the_job_trains(
     [
         ({"DOCTOR": "yes"}, "DOCTOR must be 1, only or empty, got yes"),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS must be a whole number, got '-1'"),
-        ({"SCRIPT": "job.py", "DOCTOR": "1"}, "DOCTOR is of train/main.py train, not of SCRIPT=job.py"),
+        ({"SCRIPT": "job.py", "DOCTOR": "1"}, "DOCTOR works only with train/main.py train, got SCRIPT=job.py"),
         (
             {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "3,1"},
             "the 4 tasks are spread unevenly over the nodes: give --ntasks-per-node",
