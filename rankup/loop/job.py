@@ -224,9 +224,9 @@ class Job:
             yield batch
 
     def step(self, **values: Any) -> Step:
-        """Return a context manager for everything that turns gradients into a finished step: `with job.step(loss=loss):
-        optimizer.step(); scheduler.step()`, also `scaler.update()` and EMA. Tracked state may change only inside. All
-        ranks enter the block.
+        """Return the context manager of a step, for `with job.step(loss=loss):`. Its block holds all that turns
+        gradients into a finished step: `optimizer.step()`, `scheduler.step()`, `scaler.update()`, EMA. Tracked state
+        may change only in the block. All ranks enter it.
 
         `values`: numbers or scalar tensors of this rank, with the same names on all ranks. Every `log_every_steps`
         steps, the ranks exchange them, and rank 0 writes their mean to `metrics.jsonl` and TensorBoard as
