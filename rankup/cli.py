@@ -71,7 +71,7 @@ def positive(text: str) -> int:
 
 
 def option(names: str, kind: Any, text: str, **details: Any) -> Option:
-    """Describe an option. `kind`: int, float for seconds, bool for a flag, or the name of a text. `text`: the help."""
+    """Describe an option. `kind`: int, float for seconds, bool for a flag, or a placeholder for texts. `text`: help."""
     common: dict[Any, dict[str, Any]] = {
         int: {"type": int, "metavar": "N"}, float: {"type": seconds, "metavar": "S"}, bool: {"action": "store_true"},
     }

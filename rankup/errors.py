@@ -103,7 +103,7 @@ def reason(error: BaseException) -> str:
 @contextlib.contextmanager
 def disk_errors(what: str, directory: Path, check: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Within the block, turn an OSError into a UserError that says that `directory` can't be written to. `what`: what
-    failed, in a few words. `check`: raises PeerLost if another owner has taken the directory over and removes files."""
+    fails. `check`: raises PeerLost if another owner has taken the directory over, who removes our files."""
     try:
         yield
     except OSError as error:
@@ -111,6 +111,6 @@ def disk_errors(what: str, directory: Path, check: Callable[[], object] = lambda
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         problem = "has no space left" if full else f"must be writable, got {error.strerror or error}"
         raise UserError(
-            f"{what}: {directory} {problem}. The files there are untouched: make room or make it writable, "
+            f"{what}: {directory} {problem}. The files there are untouched: free space or allow writing, "
             "and run the same command again."
         ) from None

@@ -1,5 +1,5 @@
-"""`rankup launch`: turns the command's options into the agent of this node, or into one agent after the other for the
-parts of a replay. No torch here."""
+"""`rankup launch`: turns the command's options into the agent of this node, or into a series of agents, one for each
+part of a replay. No torch here."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
         raise UserError("--replay must have a script that imports rankup: the steps of other scripts are unknown.")
     with disk_errors("--work-dir", Path(given.work_dir)):
         Path(given.work_dir).mkdir(parents=True, exist_ok=True)
-    if given.work_dir:  # Python will start there, and must not resolve relative folders there
+    if given.work_dir:  # Python will start there, so make relative folders absolute now
         path = os.environ.get("PYTHONPATH")
         folders = [*([""] if given.module else []), *(path.split(os.pathsep) if path else [])]
         os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))

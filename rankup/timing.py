@@ -70,8 +70,7 @@ LOCKED_GRACE_S = 60.0
 
 # The end of a rank ----------------------------------------------------------------------------------------------------
 # Added to a victim's time, so that torchrun's summary does not name it the root cause. The summary takes the earliest
-# time, in whole seconds, then the lowest rank. A rank without an error file gets the time at which the others had
-# ended.
+# time, in whole seconds, then the lowest rank. A rank without an error file gets the time when all had ended.
 VICTIM_LATER_S = 3
 PARTING_S = 3.0  # for the last lines of a rank that was asked to leave, in case a full pipe or a stuck disk blocks it
 

@@ -3,10 +3,10 @@
 The first rank that ends badly ends the membership: every agent tells its ranks to leave, and reports how each ended.
 Only then is the cause known, because a rank that lost its peer often ends before the peer itself.
 
-| status.json                         | state of the run; by node 0's agent, or rank 0 if the script imports rankup |
-| status/<attempt>/rank-N.json        | how each rank ended; by its agent, or by the rank itself                    |
-| status/<attempt>/progress-*.json    | how the attempt goes; by the writer of status.json                          |
-| the file in TORCHELASTIC_ERROR_FILE | what torchrun's summary shows; by the rank                                  |
+| status.json                         | the run; written by node 0's agent, or by rank 0 if the script imports rankup |
+| status/<attempt>/rank-N.json        | how each rank ended; written by its agent, or by the rank itself              |
+| status/<attempt>/progress-*.json    | how the attempt goes; written by the same process as status.json              |
+| the file in TORCHELASTIC_ERROR_FILE | what torchrun's summary shows; written by the rank                            |
 
 A reader that finds no `status.json`, or another attempt's id in it, must assume that the run failed. Otherwise it would
 report yesterday's success as today's."""
@@ -204,8 +204,8 @@ class Report:
 
 
 class StatusFile:
-    """The file `status.json` of a run directory, which rank 0 writes. `attempt`: the attempt's id; when the ranks meet,
-    they take over rank 0's. `begun`: False while a user's mistake does not count as an end of the run."""
+    """The file `status.json` of a run, which rank 0 writes. `attempt`: the attempt's id; all ranks take over rank 0's.
+    `begun`: the run has begun or resumed. Before that, a user's mistake does not replace an earlier attempt's end."""
 
     def __init__(self, run_dir: Path, launch: RankEnv) -> None:
         self.run_dir = run_dir

@@ -252,9 +252,9 @@ def announce_stacks(
     run_dir: Path, rank: int, world_size: int, pid: int, *, thread: int | None = None, main: str = "",
     signals: Iterable[int] = (signal.SIGRTMAX,),
 ) -> Path:
-    """Write into the rank's stacks file whose stacks follow and how to ask for more. Returns the file's path. Raises
-    OSError. `thread`: the kernel's id of a thread that never hangs and takes the signals. `main`: the main thread's id,
-    as faulthandler writes it, or "". `signals`: the signals to try, in this order."""
+    """Append a line to the rank's stacks file that says whose stacks follow and how to ask for more. Returns the path.
+    Raises OSError. `thread`: the kernel's id of a thread that never hangs and takes the signals. `main`: the id of the
+    main thread, as faulthandler writes it, or "". `signals`: the signals to try, in this order."""
     writer = {
         "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
         "thread": thread or pid, "main": main, "signals": [*map(int, signals)],

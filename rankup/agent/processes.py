@@ -273,7 +273,7 @@ def oom_kills(root: Path = ROOT) -> int:
 
 
 def explain_sigkill(before: int) -> str:
-    """Say what may have sent a SIGKILL. `before`: what `oom_kills` returned when the process was started."""
+    """Return a likely cause of a SIGKILL. `before`: what `oom_kills` returned when the process was started."""
     if kills := oom_kills() - before:
         where, more = "in this container or job meanwhile", "lower --num-workers or --batch-size"
         return f"out-of-memory kills {where}: {kills}. Give it more memory, or {more}"
@@ -291,7 +291,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def read(path: str | Path) -> str:
-    """Return the file's text, or "" if it cannot be read. The kernel may cut a process's name within a character."""
+    """Return the file's text, or "" if unreadable. Replace invalid UTF-8: the kernel may cut a name in a character."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

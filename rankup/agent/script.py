@@ -49,14 +49,14 @@ class Script:
         """Raise UserError if the script does not exist, or if its ranks would not find each other. Without
         HOROVOD_SIZE, which horovodrun sets, Horovod silently makes each process a world of one."""
         if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises if it lacks permission
-            raise UserError(f"SCRIPT must be a file, got {self.file}: there is none.")
+            raise UserError(f"SCRIPT must be an existing file, got {self.file}.")
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
         imports = _packages(self._tree.body)  # only the top level: an import under a condition may never run
         if world_size > 1 and given != str(world_size) and not by_mpi and "horovod" in imports:
             raise UserError(
-                f"{self.name}: HOROVOD_SIZE must be {world_size} for its import of horovod, got {given or 'nothing'}: "
+                f"{self.name}: HOROVOD_SIZE must be {world_size} to import horovod, got {given or 'nothing'}: "
                 f"each rank would train alone. Start the script itself: horovodrun -np {world_size} --gloo python "
-                f"{self.name}, or mpirun -np {world_size} python {self.name} where Horovod was built with MPI."
+                f"{self.name}, or mpirun -np {world_size} python {self.name} if Horovod was built with MPI."
             )
 
     @functools.cached_property

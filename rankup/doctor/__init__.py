@@ -1,7 +1,7 @@
-"""The doctor: is this machine, and this group of machines, fit to train? No torch here.
+"""The doctor checks whether one machine, or a group of machines, is fit to train. No torch here.
 
-First the findings, the verdict that follows from them, and how both are shown. Then the checks of one machine: limits,
-memory, disks.
+This file has the findings, the verdict that follows from them, the report, and the checks of one machine: limits,
+memory, disks. `stages` runs all checks.
 """
 
 import contextlib
@@ -24,21 +24,21 @@ from rankup.env.rank_env import holders, ranges
 from rankup.places.files import write_json
 
 OK, WARNING, INCOMPLETE, UNFIT = "ok", "warning", "incomplete", "unfit"
-# From good to bad. A check that could not be completed is worse than a warning, as nobody knows that it would pass;
-# a fault that is certain is worse than both.
+# Levels from good to bad. A check that could not be completed is worse than a warning, because it might have failed. A
+# certain fault is worse than both.
 CODES = {OK: 0, WARNING: 10, INCOMPLETE: 30, UNFIT: 20}
 VERDICTS = {0: "fit to train", 10: "fit to train, with warnings", 20: "not fit to train", 30: "could not be completed"}
 _SHOWN = {OK: "ok", WARNING: "WARNING", INCOMPLETE: "NOT DONE", UNFIT: "NOT FIT"}
 MIB = 2**20
-LEAST_CPU = 0.75  # of a CPU for each thread: a thread of ours waits now and then, so a little less is no loss
-LEAST_MEMORY = 1024 * MIB  # for each rank: torch and the smallest model take about half of it
+LEAST_CPU = 0.75  # CPUs per thread. Threads of rankup sometimes wait, so slightly less than one CPU costs no time
+LEAST_MEMORY = 1024 * MIB  # per rank; torch and the smallest model take about half of it
 LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
-LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
+LEAST_DISK = 1024 * MIB  # a few checkpoints of a medium-sized model
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was seen in one stage, on which host. A warning or worse also says why it matters and how to mend it."""
+    """What a check saw, in which stage, on which host. A warning or worse also says why it matters and what to do."""
 
     stage: str
     level: str
@@ -48,7 +48,7 @@ class Finding:
     host: str = field(default_factory=host_name)
 
     def text(self, who: str = "") -> str:
-        """For people, in one to three lines."""
+        """Return the finding for people, in one to three lines. `who`: a prefix that names the ranks."""
         lines = [f"{_SHOWN[self.level]:8} {self.stage:12} {who}{self.seen}"]
         more = (("why:  ", self.why), ("mend: ", self.remedy))
         lines += [" " * 22 + word + text for word, text in more if text]
@@ -59,19 +59,19 @@ TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encodi
 
 
 def problem(name: str, **words: Any) -> Finding:
-    """That entry of findings.toml, with these words."""
+    """Return the entry `name` of findings.toml as a finding. `words` fill its braces."""
     entry: dict[str, Any] = {part: text.format_map(words) for part, text in TABLE[name].items()}
     return Finding(**entry)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0 fit, 10 fit with warnings, 20 not fit, 30 could not be completed."""
+    """Return 0 for fit, 10 for fit with warnings, 20 for not fit, or 30 for could not be completed."""
     return CODES[max((finding.level for finding in findings), key=list(CODES).index, default=OK)]
 
 
 class Report:
-    """The findings of this rank. `json_out`: takes the JSON in place of the table. `stage`: which one this rank is in:
-    a failure is reported as that one's."""
+    """The findings of this rank. `json_out`: print JSON to this file instead of a table. `stage`: the current stage of
+    this rank, to which a failure is assigned."""
 
     def __init__(self, log: logging.Logger, *, rank: int = 0, json_out: TextIO | None = None) -> None:
         self.findings: list[Finding] = []
@@ -79,14 +79,14 @@ class Report:
         self._log, self._rank, self._json_out, self._began_s = log, rank, json_out, time.monotonic()
 
     def add(self, *findings: Finding) -> None:
-        """Keep findings of this rank, and print them on rank 0."""
+        """Add findings of this rank, and print them on rank 0."""
         self.findings += findings
         for finding in findings if self._json_out is None else ():
             self._log.info(finding.text())
 
     def end(self, gather: Callable[[Any], list[Any]] | None = None, path: Path | None = None) -> int:
-        """Print the verdict and return its exit code: of this rank alone, or of all ranks where `gather` gives the
-        value of each. Then every rank calls it, and rank 0 writes the report to `path`."""
+        """Print the verdict and return its exit code. Without `gather` it is about this rank only. With `gather`, which
+        collects a value of every rank, all ranks call this, and rank 0 writes the report to `path`."""
         found = {self._rank: self.findings}
         if gather is not None:
             gathered = gather([asdict(finding) for finding in self.findings])
@@ -100,14 +100,14 @@ class Report:
             {**asdict(each), "ranks": ranks[each]} for each in ranks if each.level != OK or 0 in ranks[each]
         ]}
         if path is not None:
-            with contextlib.suppress(OSError):  # a disk that can't be written has its own finding
+            with contextlib.suppress(OSError):  # `disk` has already reported a disk that can't be written
                 write_json(path, whole)
         if self._json_out is not None:
             print(json.dumps(whole), file=self._json_out, flush=True)
             return code
-        level = logging.WARNING if self._rank else logging.INFO  # the log of another rank than 0 shows warnings alone
+        level = logging.WARNING if self._rank else logging.INFO  # ranks other than 0 log only warnings
         for each in ranks:
-            if each.level != OK and ranks[each][0] != 0:  # rank 0's own were printed as they were found
+            if each.level != OK and ranks[each][0] != 0:  # `add` has already printed the findings of rank 0
                 who = "" if gather is None else f"rank {ranges(ranks[each])} on {each.host}: "
                 self._log.log(level, each.text(who))
         stages = len({each.stage for each in ranks})
@@ -119,9 +119,9 @@ class Report:
 
 
 def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Finding]:
-    """CPUs and memory that this process may use; in a container they are fewer than the machine's.
+    """Check the CPUs and the memory that this process may use. A container may limit both.
 
-    `ranks`: on this node, with `threads` threads each. `root`: of the file system, for tests.
+    `ranks`: the number on this node, with `threads` threads each. `root`: root of the file system, for tests.
     """
     cpus, wanted = cpu_quota(root), ranks * threads
     if wanted > math.ceil(cpus) or wanted * LEAST_CPU > cpus:
@@ -131,13 +131,13 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
     least = min((limit for limit, _ in memory(root)), default=None)
     if least is not None and least < LEAST_MEMORY * ranks:
         yield problem("memory", mib=least / MIB, ranks=ranks)
-    # Without a limit the kernel counts for the whole machine: any process, at any time
+    # Only with a limit: otherwise the kernel counts kills of any process on the whole machine, at any time
     if least is not None and (killed := oom_kills(root)):
         yield problem("killed", count=killed)
 
 
 def shared_memory(*, num_workers: int) -> Iterator[Finding]:
-    """Room in /dev/shm, through which DataLoader workers hand over batches and nccl's ranks of one node exchange."""
+    """Check the free space in /dev/shm. DataLoader workers and NCCL's ranks of one node pass data through it."""
     total, _, free = shutil.disk_usage("/dev/shm")
     seen = f"/dev/shm: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
     little = free < LEAST_SHM + num_workers * SHM_PER_WORKER
@@ -145,7 +145,7 @@ def shared_memory(*, num_workers: int) -> Iterator[Finding]:
 
 
 def disk(run_dir: Path) -> Iterator[Finding]:
-    """Whether checkpoints can be written in the run's folder: permission and room."""
+    """Check that checkpoints can be written into the run's folder: permission and free space."""
     folder = run_dir / "doctor"
     try:
         folder.mkdir(parents=True, exist_ok=True)

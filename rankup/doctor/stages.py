@@ -1,7 +1,7 @@
-"""The stages of the doctor: each has a time limit and is printed when it ends.
+"""The stages of the doctor. Each has a time limit, and its findings are printed when it ends.
 
-They run alone on a node, or under any launcher over all ranks. Rank 0 collects what every rank found. If the ranks
-can't join, each rank prints its own findings.
+The stages run in one process, or under any launcher on all ranks. Rank 0 collects the findings of all ranks. If the
+ranks can't join, each rank prints its own findings.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from rankup.group.group import Group
 from rankup.group.joining import join, start
 from rankup.group.stop import StopRequest
 
-DISK_S = 30.0  # a network disk may never answer
-STAGE_S = 60.0  # for all ranks together,
-STAGE_S_PER_RANK = 0.1  # and more with many
-SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
-APART = 5.0  # times slower than the median of its kind
-BULK_BYTES, BULKS = 2 * 2**20, 3  # over each link
-REPEAT_S = 1.0  # for how long the same thing is computed again and again
+DISK_S = 30.0  # limit for the disk check, because a network disk may never answer
+STAGE_S = 60.0  # limit for a stage on all ranks,
+STAGE_S_PER_RANK = 0.1  # and what each rank adds to it
+SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. With it the gradients of a ResNet-50, 102 MB, take 16 s per step
+APART = 5.0  # a link is slow if it is this many times slower than the median of its kind
+BULK_BYTES, BULKS = 2 * 2**20, 3  # size and number of messages over each link
+REPEAT_S = 1.0  # how long `repetition` repeats its computation
 
 
 def doctor(
@@ -42,11 +42,11 @@ def doctor(
     num_threads: int = 1, num_workers: int = 0, join_timeout_s: float = 120.0,
     settings: Mapping[str, str] | None = None, device: str | None = None,
 ) -> int:
-    """Check everything that a training needs, alone or together with all ranks, and write `doctor/report.json`.
+    """Check what training needs, in one process or together with all ranks, and write `doctor/report.json`.
 
-    `found`: this process's place among the ranks, or why the environment describes none, which is a finding too.
-    `as_json`: print one line of JSON in place of the table. `num_threads`, `num_workers`: of each rank. `settings` and
-    what follows: as for `rankup.Program.join`. Returns the exit code, see `rankup.doctor`. Raises Stopped.
+    `found`: which rank this process is, or the error in the environment, which becomes a finding. `as_json`: print one
+    line of JSON instead of a table. `num_threads`, `num_workers`: per rank. `settings`, `device`: see
+    `rankup.Program.join`. Returns the exit code, see `rankup.doctor`. Raises Stopped.
     """
     rank, json_out = found.rank if isinstance(found, RankEnv) else 0, sys.stdout if as_json else None
     report = Report(log, rank=rank, json_out=json_out)
@@ -78,9 +78,9 @@ def doctor(
                 return report.end(group.gather, run_dir / "doctor" / "report.json")
         except Stopped:
             raise
-        except PeerLost as error:  # or another rank's deadline passed before this one's
+        except PeerLost as error:  # a peer is lost, or another rank's deadline passed first
             return _leave(report, error)
-        except (UserError, JoinError) as error:  # a user's mistake says itself what to do, and so does HINT
+        except (UserError, JoinError) as error:  # a UserError, and a JoinError with HINT, already say what to do
             missing = isinstance(error, JoinError) and HINT not in str(error)
             report.add(problem("missing" if missing else "refused", of=report.stage, why=error))
         except Exception as error:
@@ -91,21 +91,21 @@ def doctor(
 def _check(report: Report, group: Group, stage: str, findings: Iterable[Finding]) -> None:
     report.stage = stage
     group.watch.enter(stage, STAGE_S + STAGE_S_PER_RANK * group.world_size)
-    report.add(*findings)  # a generator: the check runs here
+    report.add(*findings)  # `findings` is a generator, so the check runs here
 
 
 def _leave(report: Report, loss: PeerLost) -> int:
-    """A training would end here: a deadline has passed, or a peer is lost."""
+    """Report that a deadline has passed or that a peer is lost. Training would end at this point."""
     report.add(problem("hung" if loss.nobody_died else "died", of=report.stage, why=loss))
     return report.end()
 
 
-# What the ranks look at -----------------------------------------------------------------------------------------------
-# Each function that takes a group is collective: every rank calls it. Most findings are rank 0's
+# The checks of ranks --------------------------------------------------------------------------------------------------
+# All ranks call each function that takes a group. Most findings are reported by rank 0
 
 
 def joined(group: Group, timeout_s: float) -> Iterator[Finding]:
-    """Who has joined, and how."""
+    """Join the ranks, and report who has joined and how."""
     join(group, timeout_s=timeout_s)
     places = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in holders(enumerate(group.hosts)).items())
     by = f"{dist.get_backend()} by {os.environ.get('GLOO_SOCKET_IFNAME') or 'host name'}"
@@ -114,8 +114,8 @@ def joined(group: Group, timeout_s: float) -> Iterator[Finding]:
 
 
 def repetition(device: torch.device) -> Iterator[Finding]:
-    """Whether this rank's device gives the same bits each time that it computes the same matrix products, which take
-    all cores, vector units and some memory. Needs no group."""
+    """Check that this rank's device gives the same bits each time it computes the same matrix products. These use all
+    cores, the vector units and some memory. Needs no group."""
     size = 512 if device.type == "cpu" else 4096
     weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device) / size**0.5
     digests, until_s = list[int](), time.monotonic() + REPEAT_S
@@ -131,8 +131,8 @@ def repetition(device: torch.device) -> Iterator[Finding]:
 
 
 def collective(group: Group) -> Iterator[Finding]:
-    """Whether all_reduce, which adds up the gradients, gives the right numbers on this rank."""
-    size, wrong = group.world_size, []  # integers are exact in float32: the bits must be equal
+    """Check that all_reduce, which sums gradients, gives the correct numbers on this rank."""
+    size, wrong = group.world_size, []  # float32 represents these integers exactly, so the bits must be equal
     for length in (1, 1000, 2**18 + 1):
         base = torch.arange(length, device=group.device, dtype=torch.float32) % 997
         numbers = base + group.rank
@@ -149,10 +149,10 @@ def collective(group: Group) -> Iterator[Finding]:
 
 
 def links(group: Group) -> Iterator[Finding]:
-    """The bandwidth from each rank to its neighbours, and of each kind of link the slowest.
+    """Measure the bandwidth from each rank to its neighbours, and judge the slowest link of each kind.
 
-    No rank does two things at once, and no two messages share a direction of a cable where the ranks of a node follow
-    each other.
+    No rank sends and receives at once. If the ranks of each node have consecutive numbers, no two messages share a
+    direction of a cable.
     """
     message, own = torch.zeros(BULK_BYTES, dtype=torch.uint8, device=group.device), []
     for step, parity in product((1, -1), (0, 1)):
@@ -164,11 +164,11 @@ def links(group: Group) -> Iterator[Finding]:
             began_s = time.perf_counter()
             if 0 <= peer < group.world_size:
                 (dist.send if sends else dist.recv)(message, peer)
-            if message.device.type != "cpu":  # the call has only queued its work there
+            if message.device.type != "cpu":  # on a GPU the call only queues the work
                 torch.accelerator.synchronize(message.device)
             seconds.append(time.perf_counter() - began_s)
         if 0 <= peer < group.world_size and not sends:
-            # The fastest one counts: what else uses the machine only makes one slower
+            # Take the fastest message, because other work on the machine can only make a message slower
             own.append((BULK_BYTES / min(seconds), peer, group.rank))
     found = [(bandwidth, sender, receiver) for part in group.gather(own) for bandwidth, sender, receiver in part]
     for between, words in ((True, "between nodes"), (False, "inside a node")):
@@ -178,20 +178,20 @@ def links(group: Group) -> Iterator[Finding]:
 
 
 def judge(kind: Sequence[tuple[float, int, int]], words: str, hosts: Sequence[str]) -> Finding:
-    """What to say of links of one kind: a warning if one is below SLOWEST_LINK, or far below the others and slow.
-    `kind`: of each link bytes/s, and the ranks that sent and received."""
+    """Judge links of one kind. Warn if a link is slower than SLOWEST_LINK, or much slower than the others and slow.
+    `kind`: (bytes/s, sending rank, receiving rank) of each link."""
     bandwidth, sender, receiver = min(kind)
     median = statistics.median(each for each, *_ in kind)
     seen = (
         f"{len(kind)} {words}: slowest {_rate(bandwidth)}, from rank {sender} on {hosts[sender]} to rank {receiver} on "
         f"{hosts[receiver]}; median {_rate(median)}"
     )
-    # Beside a link inside one chip any cable looks slow
+    # A link inside one chip is so fast that any cable looks slow beside it: warn only of slow links
     if bandwidth >= max(SLOWEST_LINK, min(median / APART, 10 * SLOWEST_LINK)):
         return Finding("links", OK, seen)
     return problem("slow-link", seen=seen, ring_s=200e6 / bandwidth)
 
 
 def _rate(bandwidth: float) -> str:
-    """`bandwidth` in bytes/s."""
+    """Return `bandwidth`, in bytes/s, as a text with a unit."""
     return f"{bandwidth / 1e6:.0f} MB/s" if bandwidth < 1e9 else f"{bandwidth / 1e9:.1f} GB/s"

@@ -1,6 +1,6 @@
-"""What do the logs of a failed job say? Which rank failed first, why, what to do, and what the others suffered from it.
+"""Explain the logs of a failed job: which rank failed first, why, what to do, and what this did to other ranks.
 
-The logs may be anybody's: of torchrun, a scheduler, containers or `rankup launch`. No torch here.
+The logs may come from torchrun, a scheduler, containers or `rankup launch`. No torch here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ at what the launcher, the scheduler or the kernel (dmesg) said."""
 
 
 def diagnose_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Diagnosis]:
-    """The faults that these logs show, the root cause first, harmless ones last.
+    """Return the faults that these logs show, the root cause first, harmless ones last.
 
-    `run_dir`: where a name that is no path is looked up. Raises UserError where there is nothing to read.
+    `run_dir`: the folder of the runs that `paths` may name. Raises UserError if there is nothing to read.
     """
     try:
         return Search(find_logs(paths, run_dir=run_dir)).result()
@@ -32,17 +32,17 @@ def diagnose_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Dia
 
 
 def advice(text: str) -> str:
-    """One line about a traceback if it shows a known fault, otherwise ""."""
+    """Return one line about a traceback if it shows a known fault, otherwise ""."""
     known = [each for each in diagnose(text.splitlines()) if each.name and not each.harmless]
     return f"this is: {known[0].title}. {known[0].why} {known[0].remedy}" if known else ""
 
 
-# What people see ------------------------------------------------------------------------------------------------------
+# The report -----------------------------------------------------------------------------------------------------------
 
 
 def format_report(diagnoses: list[Diagnosis]) -> str:
-    """The root cause with its reason and remedy, then everything else in a line each."""
-    groups: dict[tuple[str, str], list[Diagnosis]] = {}  # those that say the same of several ranks, together
+    """Return a text with the root cause, its reason and its remedy, and one line for each other finding."""
+    groups: dict[tuple[str, str], list[Diagnosis]] = {}  # the same finding about several ranks is one group
     for each in diagnoses:
         if not each.harmless:
             groups.setdefault((each.title, each.name or each.seen), []).append(each)
@@ -62,7 +62,7 @@ def _about_cause(first: list[Diagnosis], *others: list[Diagnosis]) -> Iterator[s
     yield from (f"  why   {root.why}", f"  fix   {root.remedy}")
     rivals = [each for group in (first, *others) for each in group if each.order == root.order]
     if len({each.file for each in rivals}) > 1 and any(each.time is None for each in rivals):
-        # The order of the files alone made the first one the first
+        # Without times, the root cause is first only because its file came first
         yield "  note  these logs do not have times in all lines: another of the causes below may have come first."
     yield from _listed("also seen:", [group for group in others if group[0].order < WAITED])
     yield from _listed("what others suffered from it:", [group for group in others if group[0].order >= WAITED])
@@ -82,7 +82,7 @@ def _title(group: list[Diagnosis]) -> str:
 
 
 def _who(group: list[Diagnosis]) -> str:
-    """Such as "rank 1 on node1", for all ranks that have the fault. What the title says is not repeated."""
+    """Return such as "rank 1 on node1", for all ranks that have the fault. Do not repeat what the title says."""
     ranks = {each.rank for each in group if each.rank is not None and f"rank {each.rank}" not in each.title}
     hosts = sorted({each.host for each in group if each.host and f"on {each.host}" not in each.title})
     parts = [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"] if ranks else []

@@ -305,8 +305,8 @@ class Batches:
         again = at_stop_iteration()
         if again and live.begun and self not in live.begun and not live.has_epochs:
             raise UserError(
-                "batches: `except StopIteration` must begin again a loader that was begun before, got a new one, whose "
-                "place a resumed run would not find. Build the loader once, above the loop."
+                "batches: `except StopIteration` must restart a loader that was used before, got a new one, which "
+                "has no place in a resumed run. Build the loader once, above the loop."
             )
         number, state = live.begin_pass(self, source)
         if number and not (again or live.running or live.fetched or live.has_epochs):  # code ran after the last pass
@@ -352,7 +352,7 @@ class Batches:
                 if self.weight != 1.0 and not live.weight_asked:
                     live.weight_asked = True  # log once
                     group.log.info(
-                        f"batches  a batch does not divide among {group.world_size} ranks: multiply the loss by "
+                        f"batches  {group.world_size} ranks do not divide a batch equally: multiply the loss by "
                         "job.weight, or the gradients are not exactly those of the whole batch"
                     )
         finally:

@@ -78,11 +78,11 @@ class Job:
         """
         group, run, tracked = self.group, self.run, self.tracked
         if self._begun:
-            raise UserError("track: it must be called before the first step, got a call after. Move it up.")
+            raise UserError("track: it must be called before the first step, got a later call. Move the call up.")
         tracked.add(items)
         if unfixed := fix_bucket_order(items):
             names = ", ".join(unfixed)
-            group.log.info(f"track  a resume changes the last bits of {names}: its DDP settles the order of sums late")
+            group.log.info(f"track  a resume changes the last bits of {names}: DDP fixes its order of sums too late")
         for item in items.values():
             if isinstance(getattr(item, "_orig_mod", item), DistributedDataParallel):  # also in torch.compile
                 self.clock.watch(item)
@@ -111,8 +111,8 @@ class Job:
         live = self.live
         if live.running or self._step.inside or at_stop_iteration():
             raise UserError(
-                "change: it must stand after the loop over job.batches, got one inside, in `except StopIteration`, or "
-                "after one that has batches left. Move the change into the block of job.step, or use that loader up."
+                "change: it must come after the loop over job.batches, got one inside it, in `except StopIteration`, "
+                "or after a loop with batches left. Move the change into the block of job.step, or finish that loop."
             )
         self.begin()
         self.tracked.check_unchanged(after_epoch=True)  # the block's commit would hide an earlier change
@@ -136,7 +136,7 @@ class Job:
         Raises UserError inside `job.step` or if the disk is full, and PeerLost if another attempt has taken the run.
         """
         if self._step.inside:  # changes inside the block belong to no finished step yet
-            raise UserError("save: it must stand outside job.step and job.change, got a call inside. Move it behind.")
+            raise UserError("save: it must be called outside job.step and job.change, got a call inside. Move it down.")
         self.begin()
         if self.saving.save(wait=wait):
             self.enter_step()
@@ -201,8 +201,8 @@ class Job:
             source = source_of(loader, self.rank, self.world_size, any_order=any_order)
             if source.tells and not source.in_process:
                 self.group.log.info(
-                    "batches  a resume changes the random numbers that this loader's workers draw, unless its state "
-                    "has them: keep a generator in the state of the data set"
+                    "batches  a resume changes the random numbers that this loader's workers draw, unless the loader's "
+                    "state holds them: keep a generator in the state of the data set"
                 )
             self._batches[id(loader)] = Batches(self, source)  # keeps the loader alive, and so its id stays unique
         return self._batches[id(loader)]
@@ -224,9 +224,9 @@ class Job:
             yield batch
 
     def step(self, **values: Any) -> Step:
-        """Return a context manager for everything that turns gradients into a finished step: `with job.step(loss=loss):
-        optimizer.step(); scheduler.step()`, also `scaler.update()` and EMA. Tracked state may change only inside. All
-        ranks enter the block.
+        """Return the context manager of a step, for `with job.step(loss=loss):`. Its block holds all that turns
+        gradients into a finished step: `optimizer.step()`, `scheduler.step()`, `scaler.update()`, EMA. Tracked state
+        may change only in the block. All ranks enter it.
 
         `values`: numbers or scalar tensors of this rank, with the same names on all ranks. Every `log_every_steps`
         steps, the ranks exchange them, and rank 0 writes their mean to `metrics.jsonl` and TensorBoard as

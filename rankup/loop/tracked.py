@@ -61,7 +61,7 @@ class Tracked:
         """Track `items` as well. Raises UserError, with its path, for a value that a copy can't hold."""
         for name, item in items.items():
             if name in self.items or not ITEM.fullmatch(name):
-                raise UserError(f"track: {name} must be a new name of letters and digits, got one that is not.")
+                raise UserError(f"track: {name} must be a new name of letters and digits. Give the item another name.")
             if not (isinstance(item, FILLED_IN_PLACE) or has_state(item)):
                 raise UserError(
                     f"track: {name} must have state_dict and load_state_dict, or be a dict, a list or a tensor, got "
@@ -165,8 +165,8 @@ class Tracked:
             changed += [name for name, now in self._look().items() if now != self._seen.get(name)]
         if changed:
             raise UserError(
-                f"track: {changed[0]} must change inside job.step alone, got a change between two steps, which a copy "
-                "would lose. Move the change into the block, or behind the last batch of an epoch into job.change."
+                f"track: {changed[0]} must change only inside job.step, got a change between two steps, which a copy "
+                "would lose. Move the change into the block or, after the last batch of an epoch, into job.change."
             )
 
     def _look(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ MISTAKES = {
     "launch --nproc two x.py": "argument --nproc/--nproc-per-node: invalid positive value: 'two'.",
     "launch --nproc 0 x.py": "argument --nproc/--nproc-per-node: invalid positive value: '0'.",
     "launch --nnodes 2 --master-addr a --master-port 70000 x.py": "MASTER_PORT must be a whole number from 1 to 65535",
-    "launch nofile.py": "SCRIPT must be a file, got nofile.py: there is none.",
+    "launch nofile.py": "SCRIPT must be an existing file, got nofile.py.",
     "launch -m": "the following arguments are required: SCRIPT",
     "launch --restart-args ' x.py": "argument --restart-args: invalid split value:",
     "launch --shared-dir s3://user:key@bucket x.py": "--shared-dir must be an address without user, password, key",

@@ -213,7 +213,7 @@ def test_label_that_the_training_lacks_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./rows", "someone/rows"])
 def test_unknown_data_set_is_one_line_that_says_how_to_get_it(name: str) -> None:
-    message = rf"^{name} can't be read as a Hugging Face data set \(.*\)\. It is no folder here .* unasked: set --hf-do"
+    message = rf"^{name} can't be read as a Hugging Face data set \(.*\)\. It is no folder .* download it, set --hf-do"
     with pytest.raises(UserError, match=message) as raised:
         load(Config(dataset=f"hf:{name}"))
     assert "\n" not in str(raised.value)

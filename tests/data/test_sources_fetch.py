@@ -183,7 +183,7 @@ def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, 
 
 @pytest.mark.parametrize(("wrong", "cut", "reason"), [
     (True, False, r"web: .*File not found or corrupted"),  # another md5
-    (False, True, r"\(web: ConnectionResetError: .*\)\. Bring"),  # without its progress bar
+    (False, True, r"\(web: ConnectionResetError: .*\)\. Copy"),  # without its progress bar
 ])
 def test_file_that_is_wrong_or_stops_is_refused_and_nothing_is_left(
     tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch, wrong: bool, cut: bool, reason: str

@@ -98,15 +98,15 @@ def test_other_images_are_refused_on_resume_and_between_ranks(forks: Forks, tmp_
 
 
 @pytest.mark.parametrize(("images", "message"), [
-    ({"a": 2, "b": 0}, r": cannot be taken for .*no image in b\)"),
-    ({"train/a": 2, "val/a": 0}, r"/val: cannot be taken for .*no image in a\)"),
+    ({"a": 2, "b": 0}, r": cannot be used as .*no image in b\)"),
+    ({"train/a": 2, "val/a": 0}, r"/val: cannot be used as .*no image in a\)"),
     ({"train/a": 1, "val/a": 1, "train/b": 1}, "/train/b: is a class that .*/val lacks"),
     ({"train/a": 1, "val/a": 1, "val/b": 1}, "/val/b: is a class that .*/train lacks"),
-    ({"train/a": 1}, "/val: cannot be taken for .*No such file"),
-    ({".": 3}, ": cannot be taken for .*Couldn't find any class folder"),
-    ({".cache/a": 3}, r": cannot be taken for .*no class folder in it\)"),
+    ({"train/a": 1}, "/val: cannot be used as .*No such file"),
+    ({".": 3}, ": cannot be used as .*Couldn't find any class folder"),
+    ({".cache/a": 3}, r": cannot be used as .*no class folder in it\)"),
     ({"a": 1}, "/a: holds one image"),
-    ({}, ": cannot be taken for .*No such file"),
+    ({}, ": cannot be used as .*No such file"),
 ])
 def test_folder_that_cannot_be_used_is_named(tmp_path: Path, images: dict[str, int], message: str) -> None:
     for below, count in images.items():

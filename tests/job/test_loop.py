@@ -157,7 +157,7 @@ def test_what_must_be_equal_on_all_ranks_and_is_not_is_refused(
 @pytest.mark.parametrize("where", ["outside", "before", "epoch"])
 def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: Path, where: str) -> None:
     output = by_hand(forks, tmp_path, code=2, ranks=1, MISTAKE=where)
-    assert "track: best must change inside job.step alone" in output
+    assert "track: best must change only inside job.step" in output
 
 
 def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Forks, tmp_path: Path) -> None:
@@ -244,9 +244,9 @@ def test_loaders_that_begin_again_at_stop_iteration_go_on_where_each_was(forks: 
 
 
 @pytest.mark.parametrize(("done", "why"), [
-    ("with job.change():\n            pass", "change: it must stand after the loop"),
-    ("half.step()", "track: half must change inside job.step alone"),
-    ("loader = [1, 2]", "batches: `except StopIteration` must begin again a loader that was begun before"),
+    ("with job.change():\n            pass", "change: it must come after the loop"),
+    ("half.step()", "track: half must change only inside job.step"),
+    ("loader = [1, 2]", "batches: `except StopIteration` must restart a loader that was used before"),
 ])
 def test_change_in_except_stop_iteration_is_refused(forks: Forks, tmp_path: Path, done: str, why: str) -> None:
     """A resumed loop comes there once for all earlier passes."""
@@ -264,7 +264,7 @@ def test_change_in_except_stop_iteration_is_refused(forks: Forks, tmp_path: Path
 @pytest.mark.parametrize("block", ["step", "change"])
 def test_save_inside_a_block_is_refused_and_a_log_is_not(forks: Forks, tmp_path: Path, block: str) -> None:
     text = f"import rankup\njob = rankup.init('run')\nwith job.{block}():\n    job.log(n=1)\n    job.save()\n"
-    assert "save: it must stand outside job.step and job.change" in ran(forks, tmp_path, text, code=2)
+    assert "save: it must be called outside job.step and job.change" in ran(forks, tmp_path, text, code=2)
 
 
 def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_loop_that_has_no_step_is_refused(forks: Forks, tmp_path: Path, loop: st
         "import rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         f"for _ in job.{loop}:\n    count['n'] += 1\njob.finish()\n"
     )
-    assert "track: count must change inside job.step alone" in ran(forks, tmp_path, text, code=2)
+    assert "track: count must change only inside job.step" in ran(forks, tmp_path, text, code=2)
 
 
 def test_slow_rank_is_named_status_has_speed_and_goodput_and_ranks_can_be_asked_for_stacks(
