@@ -58,13 +58,13 @@ stop() { # REASON: make every node save and end
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$scratch"' EXIT
 trap 'interrupted=yes; stop "stopping: every node saves and ends"' INT TERM
 
-# From here on each docker command runs in its own session, so that Ctrl-C reaches only this script. An interrupted
-# `up` would leave nodes that nobody watches, and an interrupted `logs` would hide the nodes' last lines
+# From here on each docker command runs under setsid, so that Ctrl-C reaches only this script. An interrupted `up`
+# would leave nodes that nobody watches, and an interrupted `logs` would hide the nodes' last lines
 setsid docker compose up -d --no-build "${nodes[@]}" 2> "$scratch/up" ||
   { cat "$scratch/up" >&2; fail "the nodes could not be started"; }
 # Ctrl-C may have come before the nodes existed
 if [[ -n $stopping ]]; then setsid docker compose stop "${nodes[@]}" 2> /dev/null; fi
-# Try twice, because Ctrl-C may end a command before the command has its own session
+# Try twice, because Ctrl-C may end a command before setsid has detached it
 for node in "${nodes[@]}"; do
   id[$node]=$(setsid docker compose ps -aq "$node") || id[$node]=$(setsid docker compose ps -aq "$node")
 done
