@@ -1,4 +1,4 @@
-# The image with what `--compile` needs besides: a C++ compiler and Python's headers.
+# The image with what `--compile` also needs: a C++ compiler and Python's headers.
 # Run: TARGET=compile make image      (it builds rankup:runtime first)
 # Edit: nothing.
 FROM rankup:runtime

@@ -1,7 +1,7 @@
 #!/bin/sh
-# The C++ compiler for Horovod's build: Horovod asks for C++14 and 60 MB of debugging symbols, torch's headers for C++20.
-# Run: nothing, docker/horovod.sh passes it as CXX. So the build needs no patch of Horovod.
-# Edit: nothing; RANKUP_CXX names another compiler than g++.
+# The C++ compiler for Horovod's build, which asks for C++14 and 60 MB of debug symbols. torch's headers need C++20.
+# Run: nothing. docker/horovod.sh sets CXX to this file, so that Horovod needs no patch.
+# Edit: nothing. RANKUP_CXX sets a compiler other than g++.
 for word do
   shift
   case $word in

@@ -1,6 +1,6 @@
-# The image with Horovod, for CPUs. A stage of its own builds the wheel, unless docker/horovod holds one that fits.
+# The image with Horovod for CPUs. A separate stage builds the wheel, unless docker/horovod has a matching one.
 # Run: TARGET=horovod make image      (it builds rankup:runtime first)
-# Edit: nothing; horovod.sh names the version.
+# Edit: nothing. horovod.sh sets the version.
 FROM rankup:runtime AS wheel
 # hadolint ignore=DL3002
 USER 0:0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds Horovod (CPU, gloo) for a Python that has torch, keeps the wheel in a cache, and installs it.
 # Run: make horovod      (docker/horovod.sh PYTHON for another environment; the first build takes 4 to 12 minutes)
-# Edit: nothing; VERSION is Horovod's last release, RANKUP_CACHE names another folder than ~/.cache/rankup.
+# Edit: nothing. VERSION is Horovod's last release. RANKUP_CACHE sets a folder other than ~/.cache/rankup.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VERSION=0.28.1
@@ -12,12 +12,12 @@ cache=${RANKUP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rankup}
 say() { echo "horovod: $*"; }
 fail() { printf 'horovod: %s\n' "$@" >&2; exit 2; }
 
-# The wheel depends on these: other inputs need another wheel
+# The wheel depends on these inputs: if one changes, a new wheel is needed
 inputs=$("$python" -c '
 import importlib.metadata, platform, sys, sysconfig
 print(importlib.metadata.version("torch"), sys.implementation.cache_tag, sysconfig.get_platform(), *platform.libc_ver())
 ' 2> /dev/null) || fail "$python has no torch: make venv"
-# Comments don't count: a new wording must not cost a build
+# Skip comment lines, so that rewording a comment does not cause a new build
 key=$({ echo "$inputs $VERSION"; grep -hv '^ *#' docker/horovod.sh docker/cxx.sh; } | sha256sum | cut -c1-16)
 kept=$cache/horovod-$key
 
@@ -29,7 +29,7 @@ fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# The build has an environment of its own: it sees the user's torch, and leaves nothing in the user's environment
+# Build in a separate environment, which sees the user's torch and leaves nothing in the user's environment
 "$python" -m venv "$work/venv"
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 echo "import site; site.addsitedir('$(packages "$python")')" > "$(packages "$work/venv/bin/python")/torch.pth"
@@ -60,7 +60,7 @@ build() {
     timeout "$BOUND_S" "${pip[@]}" wheel --no-deps --no-build-isolation --no-cache-dir --no-binary horovod \
     --wheel-dir "$work/wheel" "horovod==$VERSION" > "$work/log" 2>&1 ||
     { tail -n 40 "$work/log" >&2; fail "the build failed: see above"; }
-  # The wheels that it needs lie beside it: an install from the cache needs no index
+  # Put the wheels that Horovod needs beside its own wheel, so that an install from the cache needs no index
   "${pip[@]}" wheel --wheel-dir "$work/wheel" "${needs[@]}"
   "${pip[@]}" install --no-index --find-links "$work/wheel" "horovod==$VERSION"
   "$work/venv/bin/python" -c '

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the image from what this machine can reach, and tries it: imports torch and torchvision, trains two steps.
+# Builds the image from what this machine can reach, then tests it: imports torch and torchvision, trains two steps.
 # Run: make image      (TARGET=compile adds a compiler, TARGET=horovod adds Horovod; more variables: docker/README.md)
 # Edit: nothing.
 set -euo pipefail
@@ -14,11 +14,11 @@ target=$(setting TARGET runtime)
 docker/host/setup.sh
 base=$(docker/host/base.sh)
 
-# The packages come from docker/wheels where it holds any, or where pip would not reach the index from inside a build
+# Take the packages from docker/wheels if it has wheels, or if pip would not reach the index from inside a build
 if [[ -n $(find docker/wheels -name '*.whl' -print -quit) ]]; then
-  reason="it holds wheels already"
+  reason="the folder has wheels already"
 elif [[ $base == rankup-base:* ]]; then
-  reason="no registry answers, so an index may not either"
+  reason="no registry answers, so an index may not answer either"
 elif [[ -z $(setting PIP_CONF) && -n $(python3 -m pip config list 2> /dev/null) ]]; then
   reason="this machine's pip has settings of its own"
 fi
@@ -32,7 +32,7 @@ if [[ $target == horovod ]]; then docker/host/sources.sh "${reason:+offline}"; f
 
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 revision=$(git describe --always --abbrev=40 --dirty --exclude '*' 2> /dev/null || echo unknown)
-# As labels of the command, not of the Dockerfile: another revision leaves every layer as it is
+# The labels are in the command, not in the Dockerfile, so that a new revision changes no layer
 labels=()
 for label in "title=rankup" "description=One PyTorch training job, written once, started anywhere." licenses=MIT \
   "version=$version" "revision=$revision"; do
@@ -40,7 +40,7 @@ for label in "title=rankup" "description=One PyTorch training job, written once,
 done
 
 replaced=()
-build() { # DOCKERFILE IMAGE [OPTION...]: builds the image, and removes it again if it does not work
+build() { # DOCKERFILE IMAGE [OPTION...]: build the image, and remove it if it does not work
   local dockerfile=$1 image=$2 before log
   shift 2
   before=$(docker image inspect -f '{{.Id}}' "$image" 2> /dev/null || true)
@@ -48,7 +48,7 @@ build() { # DOCKERFILE IMAGE [OPTION...]: builds the image, and removes it again
     --secret "id=pip_conf,src=$(setting PIP_CONF /dev/null)" --secret "id=ca,src=$(setting PIP_CA /dev/null)" .
   [[ $(docker image inspect -f '{{.Id}}' "$image") != "$before" ]] || return 0
   log=$(mktemp)
-  # As a user that the image does not know, who may write to /tmp alone
+  # Run it as a user that the image does not know and that may write only to /tmp
   docker run --rm --network none --read-only --tmpfs /tmp:mode=1777 --cap-drop ALL --security-opt no-new-privileges \
     --user 54321:54321 --entrypoint python "$image" -c '
 import torch, torchvision
@@ -70,9 +70,9 @@ else
   build docker/Dockerfile rankup:runtime "${arguments[@]}"
   build "docker/$target.Dockerfile" "$image"
 fi
-# Under its version too, which the manifests in k8s/ name: a node of a cluster never fetches a name again that it has
+# Tag it with its version too, as the manifests in k8s/ do: a cluster node never pulls a name again that it already has
 if [[ $target != runtime || $image == rankup:runtime ]]; then docker tag rankup:runtime "rankup:$version"; fi
-# An image that was replaced goes, unless it has another name or a container uses it
+# Remove the images that were replaced, unless they have another name or a container uses them
 for old in "${replaced[@]}"; do
   if [[ $(docker image inspect -f '{{len .RepoTags}}' "$old" 2> /dev/null) == 0 ]]; then
     docker rmi "$old" > /dev/null 2>&1 || true

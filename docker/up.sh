@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains on simulated nodes with one command, shows their output, and ends with the exit code of the cause.
-# Run: make up      (NNODES=4 NPROC=2 ARGS="--epochs 5" make up; on a bare Debian or Ubuntu, root installs the engine)
+# Trains on simulated nodes with one command, shows their output, and returns the exit code of the cause.
+# Run: make up      (NNODES=4 NPROC=2 ARGS="--epochs 5" make up; as root on Debian or Ubuntu it installs Docker)
 # Edit: nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,23 +9,23 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 say() { echo "up: $*"; }
 fail() { printf 'up: %s\n' "$@" >&2; exit 2; }
 
-# The files in runs/ shall belong to the user; for root, to the owner of the checkout; and never to root
+# The files in runs/ belong to the user, or to the owner of the checkout if root runs this, but never to root
 uid=$(id -u) gid=$(id -g)
 if [[ $uid -eq 0 ]]; then read -r uid gid < <(stat -c '%u %g' .); fi
 if [[ $uid -eq 0 ]]; then uid=1000 gid=1000; fi
 remember RANKUP_UID "$uid"
 remember RANKUP_GID "$gid"
 num_nodes=$(setting NNODES 2)
-[[ $num_nodes =~ ^[2-8]$ ]] || fail "NNODES must be from 2 to 8, got $num_nodes: there are no more services"
+[[ $num_nodes =~ ^[2-8]$ ]] || fail "NNODES must be from 2 to 8, got $num_nodes: the compose files have eight nodes"
 
-# The compose files: those in COMPOSE_FILE, or those that compose reads by itself; and docker/compose.nodes.yaml. Compose
-# does not read compose.override.yaml where COMPOSE_FILE is set, so this names it
+# The compose files are those in COMPOSE_FILE, or those that compose reads by default, and docker/compose.nodes.yaml. If
+# COMPOSE_FILE is set, compose does not read compose.override.yaml by default, so this script adds that file to it
 nodes_file=docker/compose.nodes.yaml
 default=compose.yaml$([[ ! -f compose.override.yaml ]] || echo :compose.override.yaml)
 files=$(setting COMPOSE_FILE "$default")
 files=${files/":$nodes_file"/}
 if [[ $files == compose.yaml || $files == "$default" || $files == compose.yaml:compose.override.yaml ]]; then
-  # In .env, so that a plain `docker compose up` starts the same nodes. Compose replaces NNODES there
+  # Write these to .env, so that a plain `docker compose up` starts the same nodes. Compose expands NNODES there
   files=$default
   remember COMPOSE_FILE "${files/compose.yaml/compose.yaml:$nodes_file}"
   # shellcheck disable=SC2016
@@ -33,12 +33,12 @@ if [[ $files == compose.yaml || $files == "$default" || $files == compose.yaml:c
 fi
 for file in ${files//:/ }; do
   if [[ $file != compose.yaml ]] && grep -q '\bnode1:' "$file" && ! grep -q "\bnode$((num_nodes - 1)):" "$file"; then
-    say "$file changes node1 and not node$((num_nodes - 1)): add a line for each node that it is meant for"
+    say "$file changes node1 and not node$((num_nodes - 1)): add a line for each node that it should change"
   fi
 done
 export COMPOSE_FILE=${files/compose.yaml/compose.yaml:$nodes_file} COMPOSE_PROFILES=$num_nodes
 if [[ -n $(setting IMAGE) ]]; then docker/host/setup.sh; else docker/image.sh; fi
-# Compose knows a project by its name alone: these nodes would replace those of another checkout's job
+# Compose knows a project only by its name, so these nodes would replace those of another checkout's job
 while read -r folder; do
   [[ $folder -ef . ]] || fail "a job of $folder runs under the same name: COMPOSE_PROJECT_NAME=second make up"
 done < <(docker ps --filter "label=com.docker.compose.project=$(setting COMPOSE_PROJECT_NAME rankup)" \
@@ -49,42 +49,42 @@ declare -A id=()
 scratch=$(mktemp -d)
 began=$(date +%s)
 interrupted="" stopping=""
-stop() { # REASON: every node saves and ends
+stop() { # REASON: make every node save and end
   [[ -z $stopping ]] || return 0
   stopping=yes
   say "$1"
   docker compose stop "${nodes[@]}" 2> /dev/null
 }
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$scratch"' EXIT
-trap 'interrupted=yes; stop "stopping, every node saves and ends"' INT TERM
+trap 'interrupted=yes; stop "stopping: every node saves and ends"' INT TERM
 
-# From here on each docker command has a session of its own, so Ctrl-C reaches this script alone. An interrupted `up`
-# would leave nodes behind that nobody watches, and an interrupted `logs` would hide the nodes' last lines
+# From here on each docker command runs under setsid, so that Ctrl-C reaches only this script. An interrupted `up`
+# would leave nodes that nobody watches, and an interrupted `logs` would hide the nodes' last lines
 setsid docker compose up -d --no-build "${nodes[@]}" 2> "$scratch/up" ||
   { cat "$scratch/up" >&2; fail "the nodes could not be started"; }
-# Ctrl-C may have come before there were nodes
+# Ctrl-C may have come before the nodes existed
 if [[ -n $stopping ]]; then setsid docker compose stop "${nodes[@]}" 2> /dev/null; fi
-# Twice, as Ctrl-C may end a command before it has its session
+# Try twice, because Ctrl-C may end a command before setsid has detached it
 for node in "${nodes[@]}"; do
   id[$node]=$(setsid docker compose ps -aq "$node") || id[$node]=$(setsid docker compose ps -aq "$node")
 done
-# Compose 2.26 writes "erase this line" before every line, also into a file and with --ansi never
+# Compose 2.26 writes "erase this line" before every line, even to a file and with --ansi never
 setsid docker compose --ansi never logs -f --no-log-prefix --since "$began" "${nodes[@]}" 2> /dev/null |
   setsid sed -u 's/\x1b\[2K//g' &
 logs=$!
-# `docker compose up` reports 0 although a node failed, and with its options another node's code. The engine's events
-# name the node and the code of each end
+# `docker compose up` returns 0 although a node failed, or with some options the code of another node. Docker's events
+# name the node and its exit code each time a node ends
 setsid docker events --since "$began" --filter event=die "${id[@]/#/--filter=container=}" \
   --format '{{.ID}} {{.Actor.Attributes.exitCode}}' > "$scratch/events" &
 
-set +e # Ctrl-C may end any command below; the loop goes on until the nodes have ended
-# The code of a node's last end. A code below 128 stays, though: a start after it says less
+set +e # Ctrl-C may end any command below, but the loop must run until the nodes have ended
+# Prints the exit code of a node's last start, or of an earlier one if that was from 1 to 127: it says more
 code_of() {
   awk -v id="${id[$1]}" '$1 == id && !(code > 0 && code < 128) {code = $2} END {print code}' "$scratch/events"
 }
 state_of() { docker inspect -f "$2" "${id[$1]}" 2> /dev/null; } # NODE FORMAT
 
-# The engine may fail to answer once: that says nothing of the nodes. For nodes that were removed it always fails
+# Docker may fail to answer once, which says nothing about the nodes. For nodes that were removed it always fails
 alive() {
   local states tries
   for ((tries = 0; tries < 20; tries++)); do
@@ -96,23 +96,23 @@ alive() {
   done
   gone
 }
-gone() { fail "the engine does not know the nodes any more: were they removed?"; }
+gone() { fail "Docker does not know the nodes any more: were they removed?"; }
 
 while alive; do
   for node in "${nodes[@]}"; do
     code=$(code_of "$node")
-    # A restart cannot help, and the engine would try one
+    # A restart cannot help, but Docker would try one
     if ((code > 0 && code < 128)); then
-      stop "$node ended with $code, which no restart mends: ending the others"
-    # Compared with the engine's own code: the events may be late, and a later start may have ended well
+      stop "$node ended with $code, which a restart cannot fix: stopping the others"
+    # Compare with Docker's own state: events may come late, and a later start may have succeeded
     elif ((code > 0)) && [[ $(state_of "$node" '{{.State.Status}} {{.State.ExitCode}}') == "exited $code" ]]; then
-      stop "$node ended with $code and is not started again: ending the others"
+      stop "$node ended with $code and is not restarted: stopping the others"
     fi
   done
   sleep 0.5
 done
-# The last lines are still on their way. Wait 5 s at most: compose may have begun to follow after all nodes had ended,
-# and then it never ends
+# The last lines may still be on their way. Wait at most 5 s: if compose began to follow the logs after all nodes had
+# ended, it never ends
 for ((tries = 0; tries < 25; tries++)); do
   kill -0 "$logs" 2> /dev/null || break
   sleep 0.2
@@ -121,7 +121,7 @@ done
 codes=()
 for node in "${nodes[@]}"; do
   code=$(code_of "$node")
-  # The last event may still be on its way; the engine knows how the last start ended
+  # The last event may still be on its way, but Docker knows how the last start ended
   if last=$(state_of "$node" '{{.State.ExitCode}}') && ! ((code > 0 && code < 128)); then code=$last; fi
   [[ -n $code ]] || gone
   more=$(state_of "$node" '{{if .State.OOMKilled}}, out of memory{{end}}, {{.RestartCount}} restarts')
@@ -129,12 +129,12 @@ for node in "${nodes[@]}"; do
   codes+=("$code")
 done
 [[ ${codes[*]} =~ [1-9] ]] || exit 0
-# Which code counts is the program's rule, asked inside its image: this machine may have no Python
+# rankup's own rule says which code counts. It runs inside the image, because this machine may have no Python
 image=$(state_of node0 '{{.Image}}')
 exit "$(setsid docker run --rm --network none --entrypoint python3 "$image" -c '
 import sys
 from rankup.errors import STOPPED, root_cause
 codes = [*map(int, sys.argv[2:])]
-cause = root_cause([code for code in codes if code not in (0, STOPPED)] or codes)  # the rest are stopped above
+cause = root_cause([code for code in codes if code not in (0, STOPPED)] or codes)  # this script stopped the rest
 print(STOPPED if sys.argv[1] and cause >= 128 else cause)
 ' "$interrupted" "${codes[@]}" || echo 1)"

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# All steps on a cluster of this machine: kind or minikube, the operator, the image, a job, its log and its end.
-# Run: make k8s-kind      (or k8s-minikube, -render, -logs, -delete; FILE=job takes k8s/job.yaml)
-# Edit: nothing; IMAGE and CLUSTER are set in the environment.
+# Runs a job on a kind or minikube cluster of this machine: makes the cluster, installs the operator, follows the log.
+# Run: make k8s-kind      (or k8s-minikube, -render, -logs, -delete; FILE=job uses k8s/job.yaml)
+# Edit: nothing. Set IMAGE and CLUSTER in the environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 what=${FILE:-} cluster=${CLUSTER:-rankup}
 # The default is the image that the manifests name and `make image` builds
 image=${IMAGE:-rankup:$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
-# This release was recorded and tested; others may set other variables
+# The tests use this release; others may set other variables in the pods
 operator="github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3"
-context=() # the present one of kubectl, unless this script makes the cluster
+context=() # kubectl's current context, unless this script makes a cluster
 
 say() { echo "kube: $*"; }
 fail() { printf 'kube: %s\n' "$@" >&2; exit 2; }
 k() { kubectl "${context[@]}" "$@"; }
 need() { command -v "$1" > /dev/null || fail "$1 is not installed: $2"; }
 
-# By default the job of k8s/kustomization.yaml, as its user has edited it; FILE=job takes k8s/job.yaml as it is
+# By default use k8s/kustomization.yaml, as the user has edited it. FILE=job uses k8s/job.yaml as it is
 if [[ -z $what ]]; then
   source=(-k k8s)
   kind=$(sed -n 's/^resources: \[\([a-z]*\).yaml.*/\1/p' k8s/kustomization.yaml)
@@ -28,7 +28,7 @@ else
 fi
 case $kind in
   job | jobset | trainjob) first=batch.kubernetes.io/job-completion-index=0 ;;
-  *) first=training.kubeflow.org/job-role=master ;; # an elastic job has no Master: this is its first Worker
+  *) first=training.kubeflow.org/job-role=master ;; # an elastic job has no Master, and this matches its first Worker
 esac
 first+=,app.kubernetes.io/instance=$name
 
@@ -37,7 +37,7 @@ render() {
   if [[ ${source[0]} == -k ]]; then kubectl kustomize "${source[1]}"; else cat "${source[1]}"; fi
 }
 
-load() { # COMMAND...: runs the command that brings the image to the cluster's nodes
+load() { # COMMAND...: run the command, which loads the image into the cluster's nodes
   docker image inspect "$image" > /dev/null 2>&1 || fail "there is no image $image: make image builds it"
   say "loading $image into the cluster"
   "$@"
@@ -46,20 +46,20 @@ load() { # COMMAND...: runs the command that brings the image to the cluster's n
 install_operator() {
   if [[ $kind == job ]]; then return; fi
   [[ $kind == pytorchjob ]] ||
-    fail "this script installs the training operator v1, which knows no $kind: see k8s/README.md"
+    fail "this script installs the training operator v1, which does not support $kind: see k8s/README.md"
   if ! k get crd pytorchjobs.kubeflow.org > /dev/null 2>&1; then
     say "installing the operator"
-    # Server-side: the schemas are longer than the annotation that a plain apply keeps
+    # Server-side, because the schemas are too long for the annotation of a plain apply
     k apply --server-side -k "$operator"
   fi
   k --namespace kubeflow rollout status deployment/training-operator --timeout 300s
 }
 
-ended() { # prints the conditions of the job that are true
+ended() { # print the conditions of the job that are true
   k get "$kind" "$name" -o 'jsonpath={range .status.conditions[?(@.status=="True")]}{.type} {end}'
 }
 
-follow() { # prints the log of each pod that is rank 0, until the job has ended
+follow() { # print the logs of the pods of rank 0, one after the other, until the job has ended
   local seen="" pod uid phase conditions
   while true; do
     conditions=" $(ended) "
@@ -67,7 +67,7 @@ follow() { # prints the log of each pod that is rank 0, until the job has ended
       -o 'jsonpath={range .items[*]}{.metadata.uid} {.metadata.name} {.status.phase}{"\n"}{end}' | tail -1) || true
     if [[ -n ${uid:-} && $uid != "$seen" && $phase != Pending ]]; then
       seen=$uid
-      k logs --follow "$pod" || true # the pod may be removed meanwhile: then another one follows
+      k logs --follow "$pod" || true # the pod may be removed meanwhile; then a new one replaces it
     elif [[ $conditions == *" Failed "* ]]; then
       k get pods -l app.kubernetes.io/instance="$name" >&2
       echo "kube: the job failed: the lines above name the rank and the reason" >&2
@@ -107,7 +107,7 @@ case ${1:-} in
     start
     ;;
   logs) follow ;;
-  delete) # the job and what belongs to it, but not the volume: it holds the checkpoints
+  delete) # the job and its other objects, but not the volume, which has the checkpoints
     k delete "${source[@]}" --ignore-not-found
     say "the volume stays: kubectl delete -f k8s/volume.yaml removes all checkpoints"
     ;;

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Finds kubectl, or installs it from the packages of this machine or of a newer Debian. Tests need no cluster.
-# Run: k8s/setup.sh      (as root where it has to install; .ci/run does)
+# Finds kubectl, or installs it from this machine's packages or a newer Debian. The tests need no cluster.
+# Run: k8s/setup.sh      (as root, if it has to install; .ci/run runs it)
 # Edit: nothing.
 set -euo pipefail
-newer_debian=trixie # Debian 12 has kubectl 1.20 with another kustomize; this one needs nothing but libc
+newer_debian=trixie # Debian 12 has kubectl 1.20 with an old kustomize; the newer one needs only libc
 keys=/usr/share/keyrings/debian-archive-keyring.gpg
 bin=${BIN:-/usr/local/bin}
 
-new_enough() { # kubectl: 1.27 or newer
+new_enough() { # whether there is a kubectl 1.27 or newer
   [[ $(kubectl version --client 2> /dev/null) =~ v1\.([0-9]+) ]] && ((BASH_REMATCH[1] >= 27))
 }
 fail() { printf 'setup: %s\n' "$@" >&2; exit 2; }
@@ -19,10 +19,10 @@ candidate=$(apt-cache policy kubectl 2> /dev/null | awk '/Candidate:/ && $2 != "
 if [[ -n $candidate ]] && dpkg --compare-versions "$candidate" ge 1.27; then
   apt-get install -q -y --no-install-recommends kubectl
 elif [[ -f $keys ]]; then
-  # shellcheck disable=SC2016  # apt replaces these, not the shell
+  # shellcheck disable=SC2016  # apt expands these, not the shell
   mirror=$(apt-get indextargets --format '$(REPO_URI) $(COMPONENT)' 'Created-By: Packages' |
     awk '$2 == "main" {print $1; exit}')
-  echo "setup: kubectl of Debian $newer_debian into $bin"
+  echo "setup: installing kubectl of Debian $newer_debian into $bin"
   folder=$(mktemp -d)
   trap 'rm -rf "$folder"' EXIT
   mkdir -p "$folder/lists/partial" "$folder/archives/partial" "$bin"
@@ -37,4 +37,4 @@ elif [[ -f $keys ]]; then
 else
   fail "no package of kubectl here: https://kubernetes.io/docs/tasks/tools"
 fi
-new_enough || fail "kubectl was installed and does not answer"
+new_enough || fail "kubectl was installed but does not work"

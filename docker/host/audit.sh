@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Asks the package index about known vulnerabilities of all locked packages, by pip-audit in a venv that goes again.
-# Run: make audit      (1: something was found, or a package could not be checked, as without a network)
-# Edit: nothing; PYTHON in the environment names another Python.
+# Checks all locked packages for known vulnerabilities: pip-audit, in a temporary venv, asks the package index.
+# Run: make audit      (exit code 1: a vulnerability was found, or a package could not be checked)
+# Edit: nothing. PYTHON in the environment sets another Python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 venv=$(mktemp -d) found=0

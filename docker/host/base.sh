@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Prints the base image to build on: one that is here, one from a registry, or else one made from this machine's mirror.
-# Run: docker/host/base.sh      (root alone can make one: this machine's own Debian or Ubuntu release)
-# Edit: nothing; BASE_IMAGE in the environment or in .env names another.
+# Prints the name of the base image: a local one, or one from a registry, or else one made from this machine's mirror.
+# Run: docker/host/base.sh      (only root can make one, of the Debian or Ubuntu release of this machine)
+# Edit: nothing. BASE_IMAGE in the environment or in .env sets another image.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . docker/host/settings.sh
@@ -12,19 +12,19 @@ have() { docker image inspect "$1" > /dev/null 2>&1; }
 
 make_base() { # IMAGE
   local work mirror
-  [[ $(id -u) -eq 0 ]] || fail "making a base image takes root: sudo $0"
+  [[ $(id -u) -eq 0 ]] || fail "making a base image needs root: sudo $0"
   command -v apt-get > /dev/null ||
-    fail "only Debian and Ubuntu can be made into a base: set BASE_IMAGE to an image that is here"
+    fail "only Debian and Ubuntu can make a base image: set BASE_IMAGE to a local image"
   work=$(mktemp -d)
-  # shellcheck disable=SC2064  # the folder's present name
+  # shellcheck disable=SC2064  # expand the folder's name now
   trap "rm -rf '$work'" EXIT
   if ! command -v debootstrap > /dev/null; then
     apt-get -q update
     apt-get install -q -y --no-install-recommends debootstrap
   fi
 
-  # The archives of this release that apt knows, with updates and security fixes, without those of third parties
-  # shellcheck disable=SC2016  # apt replaces these, not the shell
+  # List apt's archives of this release, including updates and security fixes, but not those of third parties
+  # shellcheck disable=SC2016  # apt expands these, not the shell
   apt-get indextargets --format 'deb $(REPO_URI) $(CODENAME) $(COMPONENT)' 'Created-By: Packages' |
     awk -v release="$VERSION_CODENAME" '$4 ~ /^(main|universe)$/ && ($3 == release || index($3, release "-") == 1)' |
     sort -u > "$work/sources.list"
@@ -34,7 +34,7 @@ make_base() { # IMAGE
   say "making $1: $PRETTY_NAME from $mirror"
   debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
     "$VERSION_CODENAME" "$work/root" "$mirror"
-  # A container never reads these files, so packages that the Dockerfile adds must not bring them either
+  # Containers never read these files, so the packages that the Dockerfile adds must not install them either
   printf 'path-exclude=/usr/share/%s/*\n' doc man info locale i18n > "$work/root/etc/dpkg/dpkg.cfg.d/small"
   rm -rf "$work"/root/usr/share/{doc,man,info,locale,i18n}/*
   cp "$work/sources.list" "$work/root/etc/apt/sources.list"
@@ -52,10 +52,10 @@ own=rankup-base:${VERSION_CODENAME:-none}
 default=$(sed -n 's/^ARG BASE_IMAGE=//p' docker/Dockerfile)
 base=$(setting BASE_IMAGE "$default")
 if have "$base"; then
-  say "$base is here"
+  say "using the local image $base"
 elif [[ $base == "$default" ]] && have "$own"; then
   base=$own
-  say "$base is here"
+  say "using the local image $base"
 elif [[ $base == rankup-base:* ]]; then
   base=$own
   make_base "$base" >&2
@@ -66,8 +66,8 @@ elif [[ $base == "$default" ]]; then
   base=$own
   make_base "$base" >&2
 else
-  fail "BASE_IMAGE=$base is not here, and no registry gives it"
+  fail "BASE_IMAGE=$base is no local image, and no registry has it"
 fi
-# In .env, where a plain `docker compose build` finds it
+# Write it to .env, where a plain `docker compose build` finds it
 [[ $base == "$default" ]] || remember BASE_IMAGE "$base"
 echo "$base"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Reads and writes the settings of compose.yaml: the environment first, then .env, as compose itself does.
-# Run: nothing, other scripts source this file.
+# Run: nothing. Other scripts source this file.
 # Edit: nothing.
 
 setting() { # NAME [DEFAULT]
@@ -9,7 +9,7 @@ setting() { # NAME [DEFAULT]
   echo "${value:-${2:-}}"
 }
 
-remember() { # NAME VALUE: writes it to .env, where a later `docker compose up` finds it; other lines stay as they are
+remember() { # NAME VALUE: write it to .env, where a later `docker compose up` finds it; other lines do not change
   touch .env
   if grep -q "^$1=" .env; then sed -i "s|^$1=.*|$1=$2|" .env; else echo "$1=$2" >> .env; fi
 }

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Finds a container engine, Compose v2 and buildx, or installs them from the packages of Debian or Ubuntu.
-# Run: docker/host/setup.sh      (root on Debian or Ubuntu installs; others get the commands to run, and exit code 2)
+# Run: docker/host/setup.sh      (installs as root on Debian or Ubuntu; else prints the commands, with exit code 2)
 # Edit: nothing.
 set -euo pipefail
 
 # Compose and buildx are plug-ins of the docker command. No package writes to this folder, so no package overwrites them.
 plugins=/usr/local/lib/docker/cli-plugins
-# Debian 12 has only Compose v1. The plug-ins of this release need nothing but libc, so they run there too.
+# Debian 12 has only Compose v1. The plug-ins of this newer release need only libc, so they run on Debian 12 too.
 newer_debian=trixie
 daemon_log=/var/log/dockerd.log
 
@@ -17,7 +17,7 @@ engine_answers() { docker info > /dev/null 2>&1; }
 has_compose() { [[ $(docker compose version --short 2> /dev/null) =~ ^v?([2-9]|[1-9][0-9]+)\. ]]; }
 has_buildx() { docker buildx version > /dev/null 2>&1; }
 
-packaged() { # PACKAGE [OLDEST]: whether apt has it, in that version at least
+packaged() { # PACKAGE [OLDEST]: whether apt has the package, in version OLDEST or newer
   local candidate
   candidate=$(apt-cache policy "$1" | awk '/Candidate:/ && $2 != "(none)" {print $2}')
   [[ -n $candidate ]] && dpkg --compare-versions "$candidate" ge "${2:-0}"
@@ -25,9 +25,9 @@ packaged() { # PACKAGE [OLDEST]: whether apt has it, in that version at least
 
 install_packages() {
   local wanted=()
-  # iptables is only recommended by the engine, which does not start without it
+  # The package docker.io only recommends iptables, but the engine does not start without it
   command -v dockerd > /dev/null || wanted+=(docker.io iptables)
-  # Debian 13 keeps the docker command in a package of its own
+  # Debian 13 has the docker command in a separate package
   command -v docker > /dev/null || { packaged docker-cli && wanted+=(docker-cli); }
   if ! has_compose; then
     if packaged docker-compose-v2; then wanted+=(docker-compose-v2) # Ubuntu
@@ -41,22 +41,22 @@ install_packages() {
   fi
 }
 
-install_plugins() { # PACKAGE...: unpacked from a newer Debian, by the mirror of this machine
+install_plugins() { # PACKAGE...: unpack the packages of a newer Debian from this machine's mirror
   local private mirror package line keys=/usr/share/keyrings/debian-archive-keyring.gpg
   private=$(mktemp -d)
-  # "main" of the release itself: its updates and security archives may be on another mirror
-  # shellcheck disable=SC2016  # apt replaces these, not the shell
+  # Find the mirror of "main" itself, because updates and security fixes may be on another mirror
+  # shellcheck disable=SC2016  # apt expands these, not the shell
   line=$(apt-get indextargets --format '$(REPO_URI) $(CODENAME) $(COMPONENT)' 'Created-By: Packages' |
     awk -v codename="$VERSION_CODENAME" '$2 == codename && $3 == "main"' | head -1)
   mirror=${line%% *}
-  [[ $ID == debian && -n $mirror ]] || fail "no package of $* for $PRETTY_NAME: see the engine's own instructions"
-  say "unpacking $* of Debian $newer_debian into $plugins"
+  [[ $ID == debian && -n $mirror ]] || fail "$PRETTY_NAME has no package of $*: see Docker's own instructions"
+  say "unpacking $* from Debian $newer_debian into $plugins"
   mkdir -p "$private/lists/partial" "$private/archives/partial"
   echo "deb [signed-by=$keys] $mirror $newer_debian main" > "$private/sources.list"
   local options=(-o "Dir::Etc::sourcelist=$private/sources.list" -o Dir::Etc::sourceparts=-
     -o Dir::Etc::preferencesparts=- -o "Dir::State::lists=$private/lists" -o "Dir::Cache=$private" -o APT::Sandbox::User=root)
   apt-get "${options[@]}" -q update > "$log" 2>&1 ||
-    { tail -20 "$log" >&2; fail "apt-get update failed for $newer_debian of $mirror: see above"; }
+    { tail -20 "$log" >&2; fail "apt-get update failed for $newer_debian from $mirror: see above"; }
   mkdir -p "$plugins"
   for package in "$@"; do
     (cd "$private" && apt-get "${options[@]}" -q download "$package" >> "$log" 2>&1) ||
@@ -72,7 +72,7 @@ start_daemon() {
     say "starting the service docker"
     systemctl enable --now docker
   else
-    # Not by /etc/init.d: its script raises limits, which a container or a small virtual machine refuses
+    # Do not use /etc/init.d: its script raises limits, which containers and small virtual machines refuse
     say "no service manager runs here: starting dockerd in the background (log: $daemon_log)"
     [[ -s /var/run/docker.pid ]] && ! kill -0 "$(< /var/run/docker.pid)" 2> /dev/null && rm /var/run/docker.pid
     setsid nohup dockerd >> "$daemon_log" 2>&1 < /dev/null &
@@ -85,10 +85,10 @@ start_daemon() {
   fail "the engine did not start within 60 s"
 }
 
-explain() { # prints the commands that a user who may not install has to ask for
+explain() { # for a user who may not install: print the commands that need root
   local release=${ID:-} like=${ID_LIKE:-}
   if command -v dockerd > /dev/null && ! engine_answers && has_compose && has_buildx; then
-    fail "the engine is installed and does not answer. Does it run, and may you use it? Run these, then log in again:" \
+    fail "the engine is installed but does not answer. Is it running, may you use it? Run these, then log in again:" \
       "  sudo systemctl enable --now docker" "  sudo usermod -aG docker $(id -un)"
   elif [[ $release == debian || $release == ubuntu || $like == *debian* ]]; then
     fail "a container engine, Compose v2 and buildx are needed. Run these, then log in again:" \
@@ -99,7 +99,7 @@ explain() { # prints the commands that a user who may not install has to ask for
 }
 
 if engine_answers && has_compose && has_buildx; then
-  : # nothing to do, and any user may come here
+  : # nothing to install, so any user may run this script
 else
   PRETTY_NAME=$(uname -s)
   # shellcheck disable=SC1091

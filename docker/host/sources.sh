@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fills docker/horovod for horovod.Dockerfile: with the wheels that make horovod has built here, and with the sources.
-# Run: nothing, docker/image.sh does (`sources.sh offline` fetches the sources, for a build that reaches no index)
+# Fills docker/horovod for horovod.Dockerfile, with the wheels that make horovod has built here and with the sources.
+# Run: nothing. docker/image.sh runs this (`sources.sh offline` downloads the sources, for builds that reach no index)
 # Edit: nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../horovod"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fills docker/wheels with the packages of the image, by this machine's own pip settings (index, proxy, certificates).
-# Run: make wheels      (about 3 GB; `make up` does it where a build cannot reach the index)
-# Edit: nothing; TORCH_INDEX is the same as for the image.
+# Fills docker/wheels with the packages of the image. pip uses this machine's settings (index, proxy, certificates).
+# Run: make wheels      (about 3 GB; `make up` runs this if a build cannot reach the index)
+# Edit: nothing. Set TORCH_INDEX to the same index as for the image.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . docker/host/settings.sh
@@ -22,11 +22,11 @@ find_pip() {
 base=$(docker/host/base.sh)
 TORCH_INDEX=$(setting TORCH_INDEX)
 extras=$(setting EXTRAS)
-# The wheels must fit the Python of the image, which may be another than this machine's
+# The wheels must fit the Python of the image, which may differ from this machine's Python
 version=$(docker run --rm --network none --entrypoint python3 "$base" \
   -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-fill() { # FOLDER LIST...: the wheels of the lists, unless the folder holds them already
+fill() { # FOLDER LIST...: download the wheels of the lists, unless the folder already has them
   local folder=$1 wanted python
   shift
   wanted=$(cat docker/requirements*.lock <(echo "$* $version $TORCH_INDEX") | sha256sum)
@@ -49,6 +49,6 @@ fill() { # FOLDER LIST...: the wheels of the lists, unless the folder holds them
 }
 
 fill docker/wheels requirements.lock
-# In a folder of their own, so that the layer of all other packages stays as it is
+# The extras have their own folder, so that the layer of all other packages does not change
 # shellcheck disable=SC2046,SC2086  # a list of words
 if [[ -n $extras ]]; then fill docker/extra-wheels $(printf 'requirements-%s.lock ' $extras); fi

@@ -108,4 +108,4 @@ def test_push_refuses_what_was_not_committed(registry: str, images: list[str], t
 
 def test_push_asks_where_to(images: list[str], tmp_path: Path) -> None:
     done = push(build(tmp_path, images, "abc123"))
-    assert (done.returncode, "push: REPOSITORY must name where to" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "push: REPOSITORY must name the image" in done.stderr) == (2, True), done.stderr

@@ -128,7 +128,7 @@ def test_up_ends_with_0_when_all_nodes_do(clone: Clone) -> None:
 def test_up_ends_with_the_code_of_the_node_that_failed(clone: Clone, nodes: str, code: int) -> None:
     found, said = clone.up(nodes, RESTART="on-failure:5")
     assert found == code, said
-    assert "which no restart mends" in said
+    assert "which a restart cannot fix" in said
 
 
 def test_up_lets_the_engine_restart_what_may_help(clone: Clone) -> None:
@@ -141,7 +141,7 @@ def test_up_lets_the_engine_restart_what_may_help(clone: Clone) -> None:
 def test_up_ends_when_the_restarts_of_a_node_are_used_up(clone: Clone) -> None:
     code, said = clone.up("0:900:0 1:0:171", RESTART="on-failure:2")
     assert code == 171, said
-    assert "node1 ended with 171 and is not started again" in said
+    assert "node1 ended with 171 and is not restarted" in said
     assert clone.starts(1) == 3
 
 

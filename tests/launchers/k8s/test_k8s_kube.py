@@ -120,7 +120,7 @@ def test_kube_follows_the_next_pod_after_a_lost_one(tools: Tools) -> None:
     [
         (["kind"], {"IMAGE": "none:1"}, "no image none:1: make image"),
         (["kind"], {"FILE": "gpus"}, "FILE must be pytorchjob, job"),
-        (["kind"], {"FILE": "trainjob"}, "knows no trainjob"),
+        (["kind"], {"FILE": "trainjob"}, "does not support trainjob"),
         ([], {}, "usage:"),
     ],
 )
