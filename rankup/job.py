@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.job import Job
-from rankup.loop.record import Settings, check_record
+from rankup.loop.reporting import Settings, check_record
 from rankup.observe import tracker
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
@@ -76,17 +76,17 @@ def init(
 
     settings = Settings(**{name: value for name, value in given.items() if name != "join_timeout_s"}, check=check)
     program = Program()
-    ends = Ends(program)
+    handler = ExitHandler(program)
     program.stop.install()
     program.read_rank()
     program.start(run, guarded=False, stacks=True)
-    group = ends.stack.enter_context(program.join(
+    group = handler.stack.enter_context(program.join(
         run, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
         device=None if device == "auto" else device,
     ))
-    ends.take_errors()
-    job = ends.stack.enter_context(open_job(group, settings))
-    job._ends, ends.job = ends, job
+    handler.take_errors()
+    job = handler.stack.enter_context(open_job(group, settings))
+    job._exit_handler, handler.job = handler, job
     seed_everything(derive_seed(seed), group.device)
     group.watch.enter("setup", setup_timeout_s)
     return job
@@ -116,9 +116,9 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
             yield job
         except BaseException as error:
             with contextlib.suppress(UserError):  # `error` is the reason to report
-                job.figures.close(type(error))
+                job.reporting.close(type(error))
             raise
-        job.figures.close(None)
+        job.reporting.close(None)
 
 
 def open_checkpoint(
@@ -145,7 +145,7 @@ def open_checkpoint(
     return share(find, group) if group is not None else find()
 
 
-class Ends:
+class ExitHandler:
     """The hooks that run when this process ends. They close `stack` with the error that ends the process. If the loop
     of the `job` has ended, and the script has not called `job.finish`, they call it.
     """

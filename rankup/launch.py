@@ -42,8 +42,8 @@ def launch(given: Namespace) -> int:
 def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
     """Run the agent of this node until the end of the job. `stop_after`: the last step of this part of a replay."""
     least, most = given.nnodes or (0, 0)
-    changing = least < most or bool(least and given.spares)
-    limits = Limits(least, most, given.wait_for_node, given.lost_after_s) if changing else None
+    resizes = least < most or bool(least and given.spares)
+    limits = Limits(least, most, given.wait_for_node, given.lost_after_s) if resizes else None
     if limits is None and (given.spares or given.max_failures_per_node):
         raise UserError("--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 with --spares 1.")
     node = read_node_env(

@@ -24,16 +24,16 @@ PROBE_S = 1.0  # for the greeting of a process that may be a leader
 CLAIM_S = 10.0  # for one small file in the folder that the nodes share
 PREPARE_S = 300.0  # for preparing after all members have come: importing torch from a busy network disk takes minutes
 
-# Signs of life --------------------------------------------------------------------------------------------------------
-ALIVE_S = 1.0  # between two signs of life
-SILENT_S = 30.0  # a member is lost after this long without a sign of life; an overloaded machine may look dead before
+# Heartbeats --------------------------------------------------------------------------------------------------------
+ALIVE_S = 1.0  # between two heartbeats
+SILENT_S = 30.0  # a member is lost after this long without a heartbeat; an overloaded machine may look dead before
 FROZEN_S = 5.0  # a gap this long in a loop means that this process itself was stopped, and heard nothing of the others
 BUSY_S = 3.0  # a leader that is silent no longer than this may only be busy
 ENDING_S = 0.5  # a member that cannot be reached may be ending, which the leader learns within this time
 
 # Leaving --------------------------------------------------------------------------------------------------------------
 DECIDE_S = 1.0  # before this rank's state is rescued, for a comparison that may show that the state is wrong
-LAST_WORD_S = 2.0  # for the last messages of an ending process, or of a peer that may be gone
+LAST_MESSAGE_S = 2.0  # for the last messages of an ending process, or of a peer that may be gone
 SAY_S = 2.0  # for a message to the agent, because a stopped agent reads nothing
 UNNOTICED_S = 2.0  # ranks notice a lost peer within a second; a rank that waits for it to join is told after this time
 LEAVE_S = 15.0  # after one rank has ended, all other ranks of the job must end within this time
@@ -94,7 +94,7 @@ UPLOAD_END_S, UPLOAD_STOP_S = 60.0, 15.0
 # Looking at a run -----------------------------------------------------------------------------------------------------
 LAST_REPORT_S = 1.0  # for the last report of an attempt, whose disk may hang
 RUN_SILENT_S = 5 * REPORT_S  # a run is silent after this; a network disk shows another machine's writes seconds late
-NOW_S = 5.0  # a younger sign of life is shown as "now"
+NOW_S = 5.0  # a younger heartbeat is shown as "now"
 LONG_S = 10.0  # a step, or a phase without steps, that takes longer is mentioned
 FOLLOW_S = 1.0  # between two reads of logs that are followed; equal lines of several ranks mostly come within this time
 # Equal lines that are at most this many seconds apart are shown as one. Clocks differ, and one rank may write at the

@@ -73,7 +73,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     if group.world_size > 1 and not method.replicates_state:
         log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest copy")
     job.saving.about = {"steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()}
-    job.course.unit, job.course.per_step, job.course.total = workload.unit, config.batch_size, total_steps
+    job.progress.unit, job.progress.per_step, job.progress.total = workload.unit, config.batch_size, total_steps
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = prepare(workload, config, group, split=not method.replicates_state)

@@ -24,14 +24,14 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from rankup import timing
-from rankup.agent.attendance import Attendance, elect
+from rankup.agent.coordinator import Coordinator, id_of
 from rankup.agent.ends import Verdict
-from rankup.agent.lead import Lead, id_of
+from rankup.agent.leader_connection import LeaderConnection, elect
 from rankup.agent.logs import host_name
 from rankup.agent.network import Link, chosen_address, interface_variables, is_this_machine, listen, open_port
 from rankup.agent.protocol import ARGUMENTS, LEADS, SHARED, Member, fits
+from rankup.agent.quorum import knowledge, same_job
 from rankup.agent.ranks import Options, Ranks
-from rankup.agent.votes import knowledge, same_job
 from rankup.errors import LEFT_OUT, STOPPED
 
 log = logging.getLogger("rankup")
@@ -43,8 +43,8 @@ class Agent:
     def __init__(self, options: Options) -> None:
         self.options, self.node, self.limits = options, options.node, options.node.limits
         self.alone = self.node.num_nodes == 1
-        self.ranks = Ranks(options, say=self.say, hear_stop=self._hear_signal, begin=self.begin, finish=self.finish)
-        self.lead: Lead | None = None
+        self.ranks = Ranks(options, send=self.send, on_stop=self._on_signal, begin=self.begin, finish=self.finish)
+        self.coordinator: Coordinator | None = None
         self.port = 0  # where this agent listens as the leader, or tells callers who leads
         self.places = dict[str, tuple[str, int]]()  # each node's last address, where its agent may be started again
         self._leaves = False  # whether this node leaves for good while the job goes on
@@ -61,30 +61,30 @@ class Agent:
         place = await id_of(self.options.shared_dir) if self.options.shared_dir else ""
         if self.node.node_rank == 0 or self.limits is not None:
             await self._listen()
-        self.attendance = self._introduce(place)
+        self.connection = self._introduce(place)
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-            loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
+            loop.add_signal_handler(getattr(signal, name), self._on_signal, name)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP, and so must we
-            loop.add_signal_handler(signal.SIGHUP, self._hear_signal, "SIGTERM")  # the terminal is gone
+            loop.add_signal_handler(signal.SIGHUP, self._on_signal, "SIGTERM")  # the terminal is gone
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)  # batch systems may send it, and by default it kills
         try:
             await self.ranks.open()
             if self.node.node_rank == 0:
-                self.lead = Lead(self.attendance.me, self.ranks, places=self.places, outdone=self.yield_to)
-            self.begin(self.attendance.attend(self._hear_leader))
+                self._lead()
+            self.begin(self.connection.follow(self._on_leader_message))
             return await self._over
         finally:
             for task in list(self._tasks):
                 task.cancel()
             await self.ranks.end()
-            if self.lead is not None:
-                await self.lead.close()
+            if self.coordinator is not None:
+                await self.coordinator.close()
             if self._listener is not None:
                 self._listener.close()
             self.ranks.close()
 
-    def _introduce(self, place: str) -> Attendance:
+    def _introduce(self, place: str) -> LeaderConnection:
         """Describe this agent to the others. `place`: the id of the shared directory, see `id_of`; "" without one."""
         node, limits, words = self.node, self.limits, self.options.script.words
         # Send only a digest, because arguments may be long and may contain a secret
@@ -100,7 +100,7 @@ class Agent:
             ip="" if self.alone else chosen_address(os.environ), serves=self.port if limits is not None else 0,
             settings=settings,
         )
-        return Attendance(
+        return LeaderConnection(
             me, self._find_leader, notice=log.warning,
             records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
             silent_s=limits.silent_s if limits is not None else timing.SILENT_S,
@@ -122,9 +122,9 @@ class Agent:
         if not self._over.done():
             self._over.set_result(verdict)
 
-    def say(self, kind: str, **values: Any) -> bool:
+    def send(self, kind: str, **values: Any) -> bool:
         """Send a message to the leader. Returns False while no leader is connected."""
-        return self.attendance.say(kind, **values)
+        return self.connection.send(kind, **values)
 
     # Who leads ------------------------------------------------------------------------------------------------------
 
@@ -141,12 +141,12 @@ class Agent:
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.lead is not None:
-            await self.lead.leader.attend(reader, writer)
+        if self.coordinator is not None:
+            await self.coordinator.leader.accept(reader, writer)
             return
-        link, known = Link(reader, writer), knowledge(self.attendance.basis, self.attendance.me.token)
+        link, known = Link(reader, writer), knowledge(self.connection.basis, self.connection.me.token)
         with contextlib.suppress(OSError, LookupError, asyncio.CancelledError):
-            link.send("leader", over="this node does not lead", at=self.attendance.at or None, **known)
+            link.send("leader", over="this node does not lead", at=self.connection.at or None, **known)
             async with asyncio.timeout(timing.HELLO_S):
                 said = await link.receive()
                 leads = said["is"] == "leads" and fits(said, LEADS)
@@ -156,38 +156,41 @@ class Agent:
 
     def yield_to(self, ip: str, port: int) -> None:
         """Stop leading, because the agent at this address leads a newer membership."""
-        if self.lead is not None:
+        if self.coordinator is not None:
             log.warning("another node leads this job, at %s:%d: this node becomes a member there", ip, port)
             self._elsewhere = ip, port
             self._give_up()
 
+    def _lead(self) -> None:
+        self.coordinator = Coordinator(self.connection.me, self.ranks, places=self.places, outdone=self.yield_to)
+
     def _give_up(self) -> None:
-        if self.lead is not None:
-            self.lead.give_up()
-        self.lead = None
+        if self.coordinator is not None:
+            self.coordinator.give_up()
+        self.coordinator = None
 
     async def _find_leader(self) -> tuple[str, int]:
-        if self.lead is not None:
+        if self.coordinator is not None:
             return "127.0.0.1", self.port
         if self.limits is None:
             return self.node.master_addr, self.node.master_port
         elsewhere, self._elsewhere = self._elsewhere, None
-        if (found := await elect(self.attendance, self.node, elsewhere)) is None:
+        if (found := await elect(self.connection, self.node, elsewhere)) is None:
             log.warning("this node leads from now on: no member that should lead before it answers")
-            self.lead = Lead(self.attendance.me, self.ranks, places=self.places, outdone=self.yield_to)
+            self._lead()
         return found or ("127.0.0.1", self.port)
 
     # Messages of the leader -----------------------------------------------------------------------------------------
 
-    def _hear_leader(self, event: dict[str, Any]) -> bool:
+    def _on_leader_message(self, event: dict[str, Any]) -> bool:
         """Act on a message of the leader. Returns whether it is the last one that this agent needs."""
         kind = event["is"]
         if kind == "propose":
             self.begin(self._get_ready(event))
         elif kind == "commit":
-            known = self.attendance.basis["known"]
+            known = self.connection.basis["known"]
             self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
-            self.ranks.start(event, token=self.attendance.me.token)
+            self.ranks.start(event, token=self.connection.me.token)
         elif kind in ("lost", "gone", "ranks"):
             self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
             if kind in ("lost", "gone"):
@@ -200,7 +203,7 @@ class Agent:
             self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
         elif kind == "over":
             self.begin(self._end(Verdict(event["code"], event["text"])))
-            return self.lead is None
+            return self.coordinator is None
         return False
 
     async def _end(self, verdict: Verdict) -> None:
@@ -212,14 +215,14 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs and the fork server can start the next ranks."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
-        if self.limits is None or self.attendance.me.token in self.attendance.basis["used"]:
+        if self.limits is None or self.connection.me.token in self.connection.basis["used"]:
             await self.ranks.server.ready.wait()  # a spare starts no ranks, and so answers without waiting for imports
         self.ranks.interface = {} if self.alone else interface_variables(os.environ, event["ip"])
-        self.attendance.ready(event["n"])
+        self.connection.ready(event["n"])
 
     # Stops ----------------------------------------------------------------------------------------------------------
 
-    def _hear_signal(self, name: str) -> None:
+    def _on_signal(self, name: str) -> None:
         """Handle a signal to this agent or one of its ranks. The leader passes the first one on to all agents. If one
         comes again after REPEAT_S, this agent ends at once. In an elastic job SIGTERM makes only this node leave. If no
         leader is connected just then, `_leave` tells the next one."""
@@ -228,12 +231,12 @@ class Agent:
             if self._asked_s and after_s > timing.REPEAT_S:
                 self.finish(Verdict(STOPPED, f"{name} again, {after_s:.0f} s after the first: leaving at once"))
             self._asked_s = self._asked_s or time.monotonic()
-        if self.limits is not None and name == "SIGTERM" and (self.say("leaving") or self.attendance.basis["n"]):
+        if self.limits is not None and name == "SIGTERM" and (self.send("leaving") or self.connection.basis["n"]):
             if not self._leaves:
                 log.info("SIGTERM: this node leaves, and the job goes on without it")
                 self._leave_for_good(Verdict(STOPPED, "this node was asked to leave"))
             return
-        self.say("stop", signal=name)
+        self.send("stop", signal=name)
         if not self.ranks.running:
             self.finish(Verdict(STOPPED, f"{name} before the first step: nothing new to save."))
         self.ranks.pass_on(name)
@@ -245,11 +248,11 @@ class Agent:
     async def _leave(self, verdict: Verdict) -> None:
         """Leave once this node's ranks have stopped together with the others and a leader has heard that they did."""
         await asyncio.sleep(timing.ENDING_S)  # if every node is asked to leave, the leader stops the whole job
-        while not (self.say("leaving") and await self.ranks.ended_within(timing.ALIVE_S)):
+        while not (self.send("leaving") and await self.ranks.ended_within(timing.ALIVE_S)):
             await asyncio.sleep(timing.ENDING_S)  # the leader may have changed by then, so tell it again
         if self.ranks.stopping:
             return  # the whole job stops, and the leader will say how it ends
-        self.say("left")
+        self.send("left")
         await asyncio.sleep(timing.ENDING_S)
         self._give_up()
         self.finish(verdict)

@@ -137,16 +137,16 @@ class Ends:
         self._ends.setdefault(end.rank, end)
         return len(self._ends) == self.world_size
 
-    def judge(self, *, changing: bool = False) -> Verdict:
-        """Decide after every rank has ended. `changing`: the ranks were asked to stop for another membership."""
+    def judge(self, *, resizing: bool = False) -> Verdict:
+        """Decide after every rank has ended. `resizing`: the ranks were asked to stop for another membership."""
         ends = self.latest = list(self._ends.values())
         self._ends = {}
         if not ends:
             return Verdict(STOPPED if self.stopped_by else None)
         code, cause = cause_of(ends)
-        if code == PEER_LOST and (self.stopped_by or changing):
+        if code == PEER_LOST and (self.stopped_by or resizing):
             code = STOPPED
-        if code == STOPPED and changing and not self.stopped_by:
+        if code == STOPPED and resizing and not self.stopped_by:
             self.restarts += 1
             return Verdict(None)
         if self.stopped_by or code in (FINISHED, STOPPED):
@@ -192,7 +192,7 @@ class Report:
     per_s: float = 0.0
     remaining_s: float | None = None  # estimated; None before the first step
     metrics: dict[str, float] = field(default_factory=dict)  # the newest values of training and evaluation
-    ranks: list[dict[str, Any]]  # the last sign of life of each rank
+    ranks: list[dict[str, Any]]  # the last heartbeat of each rank
     open_s: float = 0.0  # how long rank 0 had been in its step, or in its wait for data
     nodes: list[dict[str, Any]] = field(default_factory=list)  # see `Leader.nodes`
 
@@ -271,11 +271,11 @@ class ScriptStatus(StatusFile):
         self.report(finished=code == FINISHED)
 
     def report(
-        self, *, finished: bool = False, signs: Sequence[dict[str, Any]] = (), nodes: Sequence[dict[str, Any]] = ()
+        self, *, finished: bool = False, heartbeats: Sequence[dict[str, Any]] = (), nodes: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """Write how the attempt goes, for `rankup status`. Call it every REPORT_S. `signs`, `nodes`: see `Leader`."""
+        """Write how the attempt goes, for `rankup status`, every REPORT_S. `heartbeats`, `nodes`: see `Leader`."""
         now = time.time()
-        ranks = [{**sign, "seen": now - sign["ago_s"]} for sign in signs]
+        ranks = [{**heartbeat, "seen": now - heartbeat["ago_s"]} for heartbeat in heartbeats]
         run, attempt = job_of(self.attempt), self.attempt
         report = Report(
             run=run, attempt=attempt, began=self._began, time=now, finished=finished, ranks=ranks, nodes=list(nodes)

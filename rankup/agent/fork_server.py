@@ -76,7 +76,7 @@ class ForkServer:
             )
         self.pid = self._process.pid
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._channel, self._hear)
+        self._loop.add_reader(self._channel, self._on_readable)
 
     def start_rank(
         self, local_rank: int, argv: Sequence[str], *, env: Mapping[str, str], name: str, cwd: str = "",
@@ -107,12 +107,12 @@ class ForkServer:
             self._process.wait(KILL_S)
 
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
-        with contextlib.suppress(OSError):  # the server is gone, which `_hear` will notice
+        with contextlib.suppress(OSError):  # the server is gone, which `_on_readable` will notice
             self._channel.send_bytes(json.dumps({**request, "descriptors": len(descriptors)}).encode())
             for descriptor in descriptors:
                 reduction.send_handle(self._channel, descriptor, self.pid)
 
-    def _hear(self) -> None:
+    def _on_readable(self) -> None:
         try:
             news = json.loads(self._channel.recv_bytes())
         except (EOFError, OSError):

@@ -269,7 +269,7 @@ def announce_stacks(
 # The pipes of a script that does not import rankup -------------------------------------------------------------------
 
 
-class Pump:
+class OutputReader:
     """Reads what a rank prints, from two pipes in one thread. It writes the lines to the rank's file with the time, and
     to the terminal with rank and host. A rank that prints faster than that waits at its full pipe. `outputs`: the ends
     of the pipes for the rank; the caller closes them. `thread` ends when all that the rank printed is written."""

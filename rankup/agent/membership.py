@@ -2,7 +2,7 @@
 
 In an elastic job, whose number of nodes may change, a node keeps its seat, and each proposal numbers the ranks anew:
 the leader's ranks come first, then the nodes of the last membership in their order, then newcomers. Nodes beyond `most`
-are spares. After a network cut, `votes` decides which part of the job goes on.
+are spares. After a network cut, `quorum` decides which part of the job goes on.
 
 If members differ (see `differences`) before the first membership, all of them are refused. After that only the newcomer
 that differs is turned away, even if it leads. Arguments of the script count only if all nodes began with the same ones.
@@ -20,8 +20,8 @@ from typing import Any
 from rankup import timing
 from rankup.agent.network import Link, encode
 from rankup.agent.protocol import ARGUMENTS, HINT, KILLED, SIGNALS, Member, Seat, Seats, differences
+from rankup.agent.quorum import NONE, Basis, claims, describe_change, electorates, outvoted
 from rankup.agent.record import StopAgreement
-from rankup.agent.votes import NONE, Basis, claims, describe_change, electorates, outvoted
 from rankup.env.node_env import Limits
 from rankup.env.rank_env import is_loopback
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, ExpectedError, reason
@@ -33,33 +33,33 @@ class Memberships:
     """The members of a job and its memberships, as the leader keeps them. Everything runs in one event loop, and the
     cost of a message does not depend on the number of members.
 
-    `seats`: the members that are connected. `basis`: in an elastic job, the basis of the last membership, see `votes`.
+    `seats`: the members that are connected. `basis`: in an elastic job, the basis of the last membership, see `quorum`.
     `membership`: the highest number that this leader knows of, even if that membership was only proposed. `running`:
-    whether the last committed membership still runs. `changing`: whether its ranks have been asked to stop for another
+    whether the last committed membership still runs. `resizing`: whether its ranks have been asked to stop for another
     membership. `over`: why there will be no more memberships, else "". Members that come then wait for the next leader.
     """
 
     def __init__(
-        self, me: Member, *, say: Callable[[str], None], prepare: Callable[[int], Awaitable[Mapping[str, Any]]],
-        hear: Callable[[Member, Mapping[str, Any]], None], limits: Limits | None = None,
+        self, me: Member, *, log: Callable[[str], None], prepare: Callable[[int], Awaitable[Mapping[str, Any]]],
+        on_message: Callable[[Member, Mapping[str, Any]], None], limits: Limits | None = None,
         outdone: Callable[[str, int], None] = lambda ip, port: None,
         claim: Callable[[str, int], Awaitable[bool]] | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`me`: the member in the leader's own process. The job ends if its members have not met `me.left_s` seconds
-        after the start or after the last loss. `say`: prints a line. `prepare(n)`: returns what a commit says besides
+        after the start or after the last loss. `log`: prints a line. `prepare(n)`: returns what a commit says besides
         its members. It is called when all members are ready and have reported how their ranks ended. It may take
         PREPARE_S and is cancelled if a member leaves meanwhile. If it raises, the job ends with that text.
 
-        `hear(member, message)`: receives all messages that are not part of the meeting. Messages of another membership
-        than the last committed one are dropped. If the leader itself finds a member lost, it tells all members, and
-        then `hear` receives {"is": "lost", "n", "why"}.
+        `on_message(member, message)`: receives all messages that are not part of the meeting. Messages of a membership
+        other than the last committed one are dropped. If the leader itself finds a member lost, it tells all members,
+        and then `on_message` receives {"is": "lost", "n", "why"}.
 
         `limits`: of an elastic job. `outdone(ip, port)`: called if the leader at that address knows a newer membership.
         `claim(job, n)`: claims the right to follow membership `n` in `--shared-dir`, and returns whether it has it.
         """
-        self.me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
+        self.me, self._log, self._prepare, self._on_message, self._clock = me, log, prepare, on_message, clock
         self._limits, self._outdone, self._claim = limits, outdone, claim
-        self.membership, self.running, self.changing, self.over = 0, False, False, ""
+        self.membership, self.running, self.resizing, self.over = 0, False, False, ""
         self.seats, self.basis = Seats(), NONE
         self._lost: dict[int, Seat] = {}  # lost members, by the first rank that they claimed
         self._left_out = Counter[int]()  # how often each node was left out, by the first rank that it claimed
@@ -72,7 +72,7 @@ class Memberships:
         self._stop: StopAgreement | None = None  # of the running membership, once it was asked to stop
         self._model: Member | None = None  # newcomers must match it, see `differences`; None before the job began
         self._next = NONE  # the basis that this leader has proposed last
-        self._owned = set[int]()  # the memberships that only this leader may follow, see `votes.claims`
+        self._owned = set[int]()  # the memberships that only this leader may follow, see `quorum.claims`
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
         self._beaten_s = -math.inf  # when another part of the job had claimed the right to go on
         self._foreign_s = -math.inf  # when an agent called that knows a newer membership
@@ -110,7 +110,7 @@ class Memberships:
         if self._model is None:
             self.end(text, code=code)
         elif member.token != self.me.token:
-            self._say(f"{member.name} was turned away{', and the job goes on' * self.running}: {text}")
+            self._log(f"{member.name} was turned away{', and the job goes on' * self.running}: {text}")
         else:  # the refused member is the leader's own: the others must find a leader that matches them
             self.tell("waiting", text=f"{member.name} was turned away: {text}")
             self.dismiss()
@@ -137,7 +137,7 @@ class Memberships:
         elif len(seat.finished) < seat.member.num_ranks:
             more: dict[str, Any] = {"code": KILLED} if why == ENDED else {}
             self.lose(seat.member, why, node=True, **more)
-            self._hear(seat.member, {"is": "lost", "n": self._formed, "why": why})
+            self._on_message(seat.member, {"is": "lost", "n": self._formed, "why": why})
 
     def lose(self, member: Member, why: str, *, ranks: Iterable[int] | None = None, **more: Any) -> None:
         """End the membership because of these ranks of a member, by default all of its ranks. Every member ends its
@@ -272,7 +272,7 @@ class Memberships:
         blame = Counter(each for pair in pairs if pair[0].problem for each in pair)
         worst = max(reversed(self._chosen[1:]), key=lambda seat: blame[seat]).member
         if self.leave_out(worst.token, problems[0]):
-            self._say(f"{worst.who} is left out: {problems[0]}")
+            self._log(f"{worst.who} is left out: {problems[0]}")
         else:
             self.end(f"all ranks reached the master, but not each other: {'; '.join(problems[:4])}. {HINT}")
 
@@ -292,7 +292,7 @@ class Memberships:
     def _start(self, n: int, more: dict[str, Any]) -> None:
         """Commit membership `n`, which runs from now on. `more`: what `prepare` returned."""
         self._proposed, self._forming = 0, None
-        self.running, self._formed, self.changing = True, n, False
+        self.running, self._formed, self.resizing = True, n, False
         self._model = self._chosen[0].member
         self._sort_out()  # members that came after the proposal may differ
         for seat in self.seats.values():

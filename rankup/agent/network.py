@@ -33,8 +33,8 @@ from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError, UserError
 from rankup.timing import CONNECT_S, HELLO_S, PAUSE_S, PORT_S
 
-Found = TypeVar("Found")
-Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+T = TypeVar("T")
+Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 LONGEST = 1 << 20  # bytes of one message; the longest are a commit, which names each host, and a hello, which names
 # each file that the script imports from its folder
 SECRET_FILE = "RANKUP_SECRET_FILE"
@@ -110,16 +110,16 @@ def encode(kind: str, **values: Any) -> bytes:
 # Ports and interfaces -------------------------------------------------------------------------------------------------
 
 
-async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
-    """Accept connections for `attend`, if the job has a secret only from processes that know it. `port`: 0 for one that
+async def listen(accept: Accept, *, ip: str, port: int) -> asyncio.Server:
+    """Accept connections for `accept`, if the job has a secret only from processes that know it. `port`: 0 for one that
     the kernel picks. `ip`: "" for all addresses.
 
     Raises JoinError if the port is in use, and UserError if this user may not open it.
     """
-    until_s, attend = time.monotonic() + PORT_S, guard(attend, read_secret(os.environ))
+    until_s, accept = time.monotonic() + PORT_S, guard(accept, read_secret(os.environ))
     while True:
         try:
-            return await asyncio.start_server(attend, sock=open_port(ip, port), limit=LONGEST)
+            return await asyncio.start_server(accept, sock=open_port(ip, port), limit=LONGEST)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 why = os.strerror(error.errno or 0)
@@ -183,7 +183,7 @@ async def is_this_machine(host: str) -> bool:
     return False
 
 
-async def in_thread(call: Callable[[], Found], *, timeout_s: float = math.inf) -> Found:
+async def in_thread(call: Callable[[], T], *, timeout_s: float = math.inf) -> T:
     """Return or raise what `call` does, in a thread of `in_background`: asyncio's own threads would keep the process
     from ending. Raises TimeoutError if the call takes longer than `timeout_s`."""
     async with asyncio.timeout(max(0.0, timeout_s)):
@@ -243,11 +243,11 @@ def prove(secret: bytes, role: str, leaders: bytes, members: bytes) -> bytes:
     return hmac.digest(secret, b"rankup 1 " + role.encode() + leaders + members, "sha256")
 
 
-def guard(attend: Attend, secret: bytes) -> Attend:
-    """Return an `attend` that serves only processes that know the secret. Others get nothing but a nonce. They can take
+def guard(accept: Accept, secret: bytes) -> Accept:
+    """Return an `accept` that serves only processes that know the secret. Others get nothing but a nonce. They can take
     up only a limited time, a limited number of connections, and a hundred bytes each."""
     if not secret:
-        return attend
+        return accept
     half_open: dict[asyncio.StreamWriter, None] = {}
 
     async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -269,7 +269,7 @@ def guard(attend: Attend, secret: bytes) -> Attend:
             return
         finally:
             half_open.pop(writer, None)
-        await attend(reader, writer)
+        await accept(reader, writer)
 
     return let_in
 

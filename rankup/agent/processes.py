@@ -28,7 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
 from rankup.errors import FAULT, FINISHED, reason
-from rankup.timing import LAST_WORD_S
+from rankup.timing import LAST_MESSAGE_S
 
 ROOT = Path("/")
 T = TypeVar("T")
@@ -111,11 +111,11 @@ def finish(code: int) -> NoReturn:
     os._exit(code)
 
 
-def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, timeout_s: float = 0.0) -> NoReturn:
-    """End this process, from any thread, with `code` or the code that `last_word` returns. `timeout_s` bounds both
-    `last_word` and the flush of printed lines: a full pipe, a stuck disk or a store must not hold up the end."""
+def leave(code: int, before_exit: Callable[[], int | None] = lambda: None, *, timeout_s: float = 0.0) -> NoReturn:
+    """End this process, from any thread, with `code` or the code that `before_exit` returns. `timeout_s` bounds both
+    `before_exit` and the flush of printed lines: a full pipe, a stuck disk or a store must not hold up the end."""
     def speak() -> int:
-        changed = last_word()
+        changed = before_exit()
         _flush()
         return code if changed is None else changed
 
@@ -163,9 +163,9 @@ def set_hard_deadline(timeout_s: float) -> None:
     if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         # By descriptor, because the user's code may have replaced sys.stderr
         faulthandler.register(signal.SIGALRM, 2, chain=True)
-        # The timer fires again LAST_WORD_S later: a second signal ends a dump to a pipe that nobody reads
+        # The timer fires again LAST_MESSAGE_S later: a second signal ends a dump to a pipe that nobody reads
         after_s = 0.0 if timeout_s == math.inf else max(0.1, timeout_s)
-        signal.setitimer(signal.ITIMER_REAL, after_s, LAST_WORD_S)
+        signal.setitimer(signal.ITIMER_REAL, after_s, LAST_MESSAGE_S)
 
 
 # A forked rank --------------------------------------------------------------------------------------------------------

@@ -7,19 +7,19 @@ leader as long as the job lives. Memberships have numbers (`n`), which only grow
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
 | hello: a Member, n (last known membership) and its | leader(over, ...): the first message on a connection, see  |
-|   basis, see `rankup.agent.votes`                  | `votes.knowledge`                                          |
+|   basis, see `rankup.agent.quorum`                 | `quorum.knowledge`                                         |
 | leads(..., port): instead of hello, from another   |                                                            |
 |   leader of an elastic job, whose number of nodes  |                                                            |
 |   may change; port 0: from a member without leader |                                                            |
 | alive(ranks, warm): where its ranks are, see       | alive                                                      |
-|   `Record.sign`; whether torch is imported         |                                                            |
-| ask: where is each rank of the job?                | ranks(ranks, nodes): see `Leader.signs`, `Leader.nodes`    |
+|   `Record.heartbeat`; whether torch is imported    |                                                            |
+| ask: where is each rank of the job?                | ranks(ranks, nodes): see `Leader.heartbeats`, `.nodes`     |
 | ready(n, problem): my ranks have ended, and the    | propose(n, ip, next=[ip, port, name]): your address as     |
 |   route to the next member works if problem is ""  | others see it, and where the next member listens           |
 | leaving, left: this node must leave; it leaves now | basis: of this membership, with its present voters         |
 | has(n, v): the newest basis that I know            |                                                            |
 | standing: see `rankup.agent.record`                | prepare, confirm                                           |
-| others go to `hear` of the Leader: end, stop, ...  | commit(n, ip, hosts=[[host, ranks], ...], port, job,       |
+| all others go to the Leader's `on_message`         | commit(n, ip, hosts=[[host, ranks], ...], port, job,       |
 |                                                    | restarts, **more): port is where rank 0's store listens    |
 |                                                    | lost(n, ranks, host, why, node): membership n is over. node|
 |                                                    | says that the whole node of these ranks is lost            |
@@ -65,7 +65,7 @@ BASIS: dict[str, Any] = {
     "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
     "same_arguments?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str]}],
 }
-KNOWLEDGE: dict[str, Any] = {"token": str, "n": INT, "formed": INT, "running": bool, "job": JOB}  # see `votes`
+KNOWLEDGE: dict[str, Any] = {"token": str, "n": INT, "formed": INT, "running": bool, "job": JOB}  # see `quorum`
 LEADS = {**KNOWLEDGE, "port": range(65536)}
 # The forms of a leader's messages, see `fits`. A form is a type, a range, a set of texts, a pattern, a list of one
 # form, a tuple with a form per item, or a dict of forms by name. A name with ? may be absent or null
@@ -104,7 +104,7 @@ def fits(value: Any, form: Any) -> bool:
 
 @dataclass(frozen=True)
 class Member:
-    """What a member says of itself. `ip` and `port` are where it listens for route tests, see `Attendance`."""
+    """What a member says of itself. `ip` and `port` are where it listens for route tests, see `LeaderConnection`."""
 
     token: str  # a random id of this process
     first_rank: int
@@ -166,8 +166,8 @@ class Seat:
     warm: bool  # whether it has imported torch
     lost: str = ""  # why it was lost
     problem: str = ""  # why it does not reach the next member
-    signs: list[dict[str, Any]] = field(default_factory=list)  # the last signs of life of its ranks
-    signed_s: float = 0.0  # when these came
+    heartbeats: list[dict[str, Any]] = field(default_factory=list)  # the last heartbeats of its ranks
+    heartbeat_s: float = 0.0  # when these came
     finished: set[int] = field(default_factory=set)  # its ranks that have ended with 0
     unfit: str = ""  # why it can't be in the next membership
     leaves: bool = False  # whether it was asked to leave
@@ -246,9 +246,9 @@ class Links:
     | ask: where is each rank of the job?    |                                             |
     """
 
-    def __init__(self, hear: Callable[[int, Mapping[str, Any]], None]) -> None:
-        """`hear`: receives each message of a rank, with the local rank."""
-        self._hear = hear
+    def __init__(self, on_message: Callable[[int, Mapping[str, Any]], None]) -> None:
+        """`on_message`: receives each message of a rank, with the local rank."""
+        self._on_message = on_message
         self._links: dict[int, Link] = {}
         self.lost = b""  # the message for ranks that connect after the membership was lost
         self.address = ""
@@ -258,9 +258,9 @@ class Links:
         """Start to listen. The name can't be guessed, and other users are turned away."""
         # An abstract socket, whose name begins with a zero byte, leaves no file behind, however the agent ends
         self.address = f"\0rankup-{secrets.token_hex(16)}"
-        self._server = await asyncio.start_unix_server(self._attend, self.address, limit=LONGEST)
+        self._server = await asyncio.start_unix_server(self._accept, self.address, limit=LONGEST)
 
-    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link, local_rank = Link(reader, writer), -1
         try:
             if not _of_this_user(writer.get_extra_info("socket")):
@@ -269,7 +269,7 @@ class Links:
             self._links[local_rank] = link
             link.write(self.lost)
             while True:
-                self._hear(local_rank, await link.receive())
+                self._on_message(local_rank, await link.receive())
         except (ConnectionError, LookupError, TypeError, ValueError, OverflowError, asyncio.CancelledError):
             pass  # the rank or the event loop has ended. Python 3.11 prints a traceback if CancelledError passes on
         finally:
@@ -301,16 +301,16 @@ def _of_this_user(sock: socket.socket) -> bool:
 
 
 class AgentLine:
-    """A rank's connection to its agent. `agent`: the content of RANKUP_AGENT. `hear`: receives each message from
+    """A rank's connection to its agent. `agent`: the content of RANKUP_AGENT. `on_message`: receives each message from
     `receive`, to be called when `fileno` is readable. Raises OSError if the agent has ended."""
 
-    def __init__(self, agent: Mapping[str, Any], hear: Callable[[Mapping[str, Any]], None]) -> None:
-        self._hear, self._socket = hear, socket.socket(socket.AF_UNIX)
+    def __init__(self, agent: Mapping[str, Any], on_message: Callable[[Mapping[str, Any]], None]) -> None:
+        self._on_message, self._socket = on_message, socket.socket(socket.AF_UNIX)
         self._socket.connect(agent["socket"])
         self._socket.settimeout(SAY_S)  # a stopped agent reads nothing
         self._lock, self._begun = threading.Lock(), b""  # `_begun`: the first part of a message that is incomplete
         self.fileno = self._socket.fileno()
-        self.say("rank", local_rank=agent["local_rank"])
+        self.send("rank", local_rank=agent["local_rank"])
 
     def receive(self) -> bool:
         """Read the messages that have come. Returns False if no more will come."""
@@ -318,12 +318,12 @@ class AgentLine:
             data = self._socket.recv(1 << 16)
             *whole, self._begun = (self._begun + data).split(b"\n")
             for line in whole:
-                self._hear(json.loads(line))
+                self._on_message(json.loads(line))
         except (OSError, ValueError):
             return False
         return bool(data)
 
-    def say(self, kind: str, **values: Any) -> bool:
+    def send(self, kind: str, **values: Any) -> bool:
         """Send a message to the agent, from any thread. Raises nothing. Returns False if the agent can't be reached."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(encode(kind, **values))
@@ -342,5 +342,5 @@ def tell_agent(agent: Mapping[str, Any], end: Mapping[str, Any]) -> None:
     """Tell the agent how this rank ends, without an open line. `agent`: see `AgentLine`. `end`: see `End.message`."""
     with contextlib.suppress(OSError):
         line = AgentLine(agent, lambda message: None)
-        line.say("end", **end)
+        line.send("end", **end)
         line.close()

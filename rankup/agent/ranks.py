@@ -15,13 +15,13 @@ from typing import Any
 from rankup import timing
 from rankup.agent.ends import End, Verdict, write_end
 from rankup.agent.fork_server import ForkServer
-from rankup.agent.logs import Pump, announce_stacks, host_name, last_exception, stacks_environment
+from rankup.agent.logs import OutputReader, announce_stacks, host_name, last_exception, stacks_environment
 from rankup.agent.network import SECRET_FILE, in_thread
 from rankup.agent.processes import cpu_quota, explain_sigkill, oom_kills, reap_orphans, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
+from rankup.agent.quorum import NONE
 from rankup.agent.record import Record
 from rankup.agent.script import Script
-from rankup.agent.votes import NONE
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
 
@@ -58,7 +58,7 @@ class Rank:
     running: bool = True
     told: bool = False
     said: End | None = None  # the end that the rank itself reported
-    pump: Pump | None = None  # only for a script that does not import rankup
+    reader: OutputReader | None = None  # only for a script that does not import rankup
 
 
 class Ranks:
@@ -66,20 +66,20 @@ class Ranks:
     numbers in that membership. `all_ended` is set while no rank runs."""
 
     def __init__(
-        self, options: Options, *, say: Callable[..., bool], hear_stop: Callable[[str], None],
+        self, options: Options, *, send: Callable[..., bool], on_stop: Callable[[str], None],
         begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], finish: Callable[[Verdict], None],
     ) -> None:
-        """`say` sends a message to the leader. `hear_stop` gets the name of a signal that a rank received. `begin`
+        """`send` sends a message to the leader. `on_stop` gets the name of a signal that a rank received. `begin`
         starts a task. `finish` ends the job."""
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
         self.knows_us, self.host = self.script.imports_rankup, host_name()
         local_ranks = range(self.node.local_rank, self.node.local_rank + self.node.nproc)
         self._words = [self.script.command(local_rank=local_rank) for local_rank in local_ranks]
-        self.say, self.hear_stop, self.begin, self.finish = say, hear_stop, begin, finish
+        self.send, self.on_stop, self.begin, self.finish = send, on_stop, begin, finish
         self.ranks: list[Rank] = []
-        self.links = Links(self._hear_rank)
+        self.links = Links(self._on_rank_message)
         self.server = ForkServer(
-            on_start=self._announce, on_end=lambda local, code: begin(self._hear_end(self.ranks[local], code)),
+            on_start=self._announce, on_end=lambda local, code: begin(self._on_rank_end(self.ranks[local], code)),
             on_warning=log.warning, on_gone=self._forget_server,
         )
         self.interface: dict[str, str] = {}  # variables that name the network interface
@@ -160,8 +160,8 @@ class Ranks:
             rank.record.enter("script")
             env |= stacks_environment(self.run_dir, rank.number, env)
             log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
-            rank.pump = Pump(self.run_dir, rank.number, self.node.world_size)
-            outputs = rank.pump.outputs
+            rank.reader = OutputReader(self.run_dir, rank.number, self.node.world_size)
+            outputs = rank.reader.outputs
         self.server.start_rank(
             rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir, outputs=outputs
         )
@@ -215,25 +215,25 @@ class Ranks:
 
     # What the ranks report ------------------------------------------------------------------------------------------
 
-    def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
+    def _on_rank_message(self, local_rank: int, message: Mapping[str, Any]) -> None:
         """Handle a message of a rank whose script imports rankup."""
         rank = self.ranks[local_rank]
         if message["is"] == "end" and rank.running:
             # Tell the leader now: the process may take a while to end, and the other ranks wait for it
             rank.said = End.read(message, self.host)
             if rank.said.code != FINISHED:
-                self.say("ending", n=self._commit["n"], **rank.said.message())
+                self.send("ending", n=self._commit["n"], **rank.said.message())
         elif message["is"] == "ask":
-            self.say("ask")
+            self.send("ask")
         elif message["is"] == "stop" and message["signal"] in SIGNALS and not (self._passed_on or rank.told):
-            self.hear_stop(message["signal"])  # otherwise the rank only reports the SIGTERM that we sent
+            self.on_stop(message["signal"])  # otherwise the rank only reports the SIGTERM that we sent
 
-    async def _hear_end(self, rank: Rank, code: int) -> None:
+    async def _on_rank_end(self, rank: Rank, code: int) -> None:
         reap_orphans()  # a container's first process inherits orphans of ranks that have ended
         await self.links.catch_up()
-        if (pump := rank.pump) is not None:
+        if (reader := rank.reader) is not None:
             # A process that the rank left behind may hold its output open, and an unread terminal costs PRINT_S
-            await in_thread(lambda: pump.thread.join(timing.PRINT_S + timing.LAST_WORD_S))
+            await in_thread(lambda: reader.thread.join(timing.PRINT_S + timing.LAST_MESSAGE_S))
         self._ended(rank, code)
 
     def _ended(self, rank: Rank, code: int) -> None:
@@ -246,17 +246,17 @@ class Ranks:
         cause, suspect = (rank.said.cause, rank.said.suspect) if rank.said is not None else ("", None)
         if code == KILLED and not rank.told:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
-        elif rank.pump is not None and code != FINISHED:
-            cause = last_exception(rank.pump.tail)
-            if not cause and code == FAULT and rank.pump.last_error:  # perhaps from `sys.exit("text")`
-                cause = f"stderr: {rank.pump.last_error}"
+        elif rank.reader is not None and code != FINISHED:
+            cause = last_exception(rank.reader.tail)
+            if not cause and code == FAULT and rank.reader.last_error:  # perhaps from `sys.exit("text")`
+                cause = f"stderr: {rank.reader.last_error}"
         end = End(rank.number, self.host, code, cause, record.step, rank.told, suspect)
-        if rank.pump is not None:
+        if rank.reader is not None:
             attempt = f"{self._commit['job']}-{self._commit['restarts']}"
-            within(timing.LAST_WORD_S, lambda: write_end(self.run_dir, attempt, end))
-            if end.explains and code != FINISHED and (advice := self.options.advice(rank.pump.tail)):
+            within(timing.LAST_MESSAGE_S, lambda: write_end(self.run_dir, attempt, end))
+            if end.explains and code != FINISHED and (advice := self.options.advice(rank.reader.tail)):
                 log.warning("%s", advice)
-        self.say("end", n=self._commit["n"], **end.message())
+        self.send("end", n=self._commit["n"], **end.message())
         if not self.running:
             self.all_ended.set()
 

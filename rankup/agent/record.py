@@ -60,15 +60,15 @@ class Record(ctypes.Structure):
     in seconds of this machine's `time.monotonic()`.
 
     `step`: the newest step that the rank has begun, at `began_s`. `stop`: the step before which to stop. `confirmed`:
-    the value of `stop` that all nodes confirmed. `signed_s`: the last sign of life, 0 before the first one. `waiting`:
+    the value of `stop` that all nodes confirmed. `heartbeat_s`: the last heartbeat, 0 before the first one. `waiting`:
     the rank waits for other ranks, so they are to blame for a delay. `finished`: the rank has done all its work.
 
     `clock`: adds up the phases of this process. `entered`: the present phase and its timeout."""
 
     _fields_ = (
         ("rank", ctypes.c_int64), ("waiting", ctypes.c_bool), ("step", ctypes.c_int64), ("began_s", ctypes.c_double),
-        ("_phase", _Phase), ("stop", ctypes.c_int64), ("confirmed", ctypes.c_int64), ("signed_s", ctypes.c_double),
-        ("finished", ctypes.c_bool), ("_place", ctypes.c_char * 256),
+        ("_phase", _Phase), ("stop", ctypes.c_int64), ("confirmed", ctypes.c_int64), ("heartbeat_s", ctypes.c_double),
+        ("finished", ctypes.c_bool), ("_location", ctypes.c_char * 256),
     )
 
     @classmethod
@@ -127,13 +127,13 @@ class Record(ctypes.Structure):
         """The deadline of the phase."""
         return float(self._phase.entered_s + self._phase.timeout_s)
 
-    def sign(self) -> dict[str, Any]:
-        """Return where the rank is. `for_s`: seconds in this phase or step. `ago_s`: seconds since its sign of life."""
-        now_s, place = time.monotonic(), self._place.decode(errors="replace")
-        # A script that has not imported rankup, or never does, gives no signs of life
-        lived_s = now_s if self.phase in ("start", "script") else max(self.signed_s, self.entered_s)
+    def heartbeat(self) -> dict[str, Any]:
+        """Return where the rank is. `for_s`: seconds in this phase or step. `ago_s`: seconds since its heartbeat."""
+        now_s, location = time.monotonic(), self._location.decode(errors="replace")
+        # A script that has not imported rankup, or never does, sends no heartbeats
+        lived_s = now_s if self.phase in ("start", "script") else max(self.heartbeat_s, self.entered_s)
         return {
-            "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting, "place": place,
+            "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting, "location": location,
             "for_s": round(now_s - self.entered_s, 1), "ago_s": now_s - lived_s,
         }
 
@@ -174,10 +174,10 @@ class Record(ctypes.Structure):
         self.entered = (phase, timeout_s)
         self._phase = _Phase(entered_s, timeout_s, phase.encode(errors="replace")[:64])
 
-    def give_sign(self, place: str) -> None:
+    def beat(self, location: str) -> None:
         """Write that this rank is alive, and its place in the program. Any thread may call this."""
-        self._place = place.encode(errors="replace")[:256]
-        self.signed_s = time.monotonic()
+        self._location = location.encode(errors="replace")[:256]
+        self.heartbeat_s = time.monotonic()
 
     # What its agent writes ------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class StopAgreement:
         self.step, self.confirmed = 0, False
         self._margin, self._answers = MARGIN, dict[object, int]()  # the answer of each member about `step`
 
-    def hear(self, member: object, *, step: int) -> bool:
+    def answer(self, member: object, *, step: int) -> bool:
         """Take a member's `standing`; each question gets one. Returns whether all have answered. The leader then
         confirms `step` if `confirmed` is set, and otherwise prepares the new `step`."""
         if member not in self.members:  # a spare, which is asked too

@@ -15,7 +15,7 @@ from rankup.errors import UserError
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The bounds of a job whose number of nodes may change. `wait_s`: how long to wait for more than `least` nodes, at
-    the start and after a loss. `silent_s`: a node counts as lost after this long without a sign of life."""
+    the start and after a loss. `silent_s`: a node counts as lost after this long without a heartbeat."""
 
     least: int
     most: int

@@ -109,8 +109,8 @@ def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.s
     listener: socket.socket | None = None
     if (agent := group.launch.agent) is not None:
         commit = agent["commit"]
-        line = AgentLine(agent, group.watch.hear)
-        group.stop.hear(line.fileno, line.receive)
+        line = AgentLine(agent, group.watch.on_message)
+        group.stop.add_reader(line.fileno, line.receive)
     else:
         from rankup.group.member import MemberLine  # imported late: ranks of an agent do not need it
 

@@ -23,9 +23,9 @@ import psutil
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rankup.agent.attendance import Attendance
+from rankup.agent.leader import Leader
+from rankup.agent.leader_connection import LeaderConnection
 from rankup.agent.logs import host_name
-from rankup.agent.meeting import Leader
 from rankup.agent.network import address_of, chosen_address, in_thread, interface_variables, listen, open_port
 from rankup.agent.processes import no_name_lookups
 from rankup.agent.protocol import Member
@@ -50,12 +50,12 @@ class MemberLine:
             host=host_name(), pid=os.getpid(), settings=dict(group.settings), left_s=timeout_s,
             restarts=launch.restart_count, ip=chosen_address(os.environ),
         )
-        self._attendance = Attendance(
+        self._connection = LeaderConnection(
             me, self._leader_at, notice=self.log.warning, records=lambda: {launch.rank: group.record}
         )
         self._leader: Leader | None = None
         if launch.rank == 0:
-            self._leader = Leader(me, say=self.log.warning, prepare=self._prepare, hear=self._hear_member)
+            self._leader = Leader(me, log=self.log.warning, prepare=self._prepare, on_message=self._on_member_message)
         self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
         self._loop: asyncio.AbstractEventLoop
         self._member = False  # whether this rank belongs to a membership
@@ -92,12 +92,12 @@ class MemberLine:
             self._file.unlink(missing_ok=True)  # all ranks have met and no longer need the file
         return found
 
-    def say(self, kind: str, **values: Any) -> bool:
+    def send(self, kind: str, **values: Any) -> bool:
         """Send a message to the leader, from any thread. Returns False if nobody received it."""
         said: queue.Queue[bool] = queue.Queue()
         with contextlib.suppress(RuntimeError, queue.Empty):  # the event loop has ended
-            say = self._leader.take if self._leader is not None else self._attendance.say
-            self._loop.call_soon_threadsafe(lambda: said.put(say(kind, **values)))
+            send = self._leader.take if self._leader is not None else self._connection.send
+            self._loop.call_soon_threadsafe(lambda: said.put(send(kind, **values)))
             return said.get(timeout=SAY_S)
         return False
 
@@ -105,40 +105,40 @@ class MemberLine:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._attend())
+            asyncio.run(self._take_part())
         except Exception as error:
             self._commit.put(error)
 
-    async def _attend(self) -> None:
+    async def _take_part(self) -> None:
         self._loop = asyncio.get_running_loop()
         if self._leader is None:
-            await self._attendance.attend(self._hear)
+            await self._connection.follow(self._on_message)
             return
-        server = await listen(self._leader.attend, ip=self._ip, port=self._port)
+        server = await listen(self._leader.accept, ip=self._ip, port=self._port)
         try:
             self._port = server.sockets[0].getsockname()[1]
             await in_thread(self._publish)
             watch = asyncio.create_task(self._leader.watch())
-            await self._attendance.attend(self._hear)
+            await self._connection.follow(self._on_message)
             await watch  # never returns: the leader goes on informing the other members
         finally:
             server.close()  # ending the event loop would not close it
 
-    def _hear(self, event: Mapping[str, Any]) -> bool:
+    def _on_message(self, event: Mapping[str, Any]) -> bool:
         """Handle a message of the leader. Returns True if this member's part is over: the process belongs to one
         membership only, and must not disturb the next one."""
         if event["is"] == "propose":
             os.environ.update(interface_variables(os.environ, event["ip"]))
-            self._attendance.ready(event["n"])
+            self._connection.ready(event["n"])
         elif event["is"] == "commit":
             self._member = True
             self._commit.put(event)
         elif self._member:
-            self.group.watch.hear(event)
+            self.group.watch.on_message(event)
         elif event["is"] == "over":
             kind = UserError if event["code"] == USER_MISTAKE else JoinError
             # One rank per machine prints the text, and the rank that the text names
-            quiet = self.launch.local_rank > 0 and self._attendance.me.who not in event["text"]
+            quiet = self.launch.local_rank > 0 and self._connection.me.who not in event["text"]
             self._commit.put(kind(event["text"], printed_elsewhere=quiet))
         return self._member and event["is"] in ("lost", "gone")
 
@@ -151,7 +151,7 @@ class MemberLine:
         restarts = max(member.restarts for member in self._leader.chosen)
         return {"port": self.listener.getsockname()[1], "job": self.group.attempt, "restarts": restarts}
 
-    def _hear_member(self, member: Member, message: Mapping[str, Any]) -> None:
+    def _on_member_message(self, member: Member, message: Mapping[str, Any]) -> None:
         """Handle a member's message, on the leader. The launcher restarts ranks, so one bad end ends all ranks, this
         leader included. Ranks that arrive while this process ends wait for the next leader, whatever their settings."""
         assert self._leader is not None

@@ -107,7 +107,7 @@ class StopRequest:
 
     # Any thread -----------------------------------------------------------------------------------------------
 
-    def hear(self, fileno: int, receive: Callable[[], bool]) -> None:
+    def add_reader(self, fileno: int, receive: Callable[[], bool]) -> None:
         """From now on call `receive` in the thread whenever `fileno` is readable, until `receive` returns False."""
         self._readers[fileno] = receive
         self.wake()
@@ -233,14 +233,14 @@ HELPERS = ("/rankup/group/", "/rankup/loop/", "/parallel/shared_gradients.py")
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
 
 
-def place_of(text: str, main: str) -> str | None:
+def location_in(text: str, main: str) -> str | None:
     """Return where a thread is, given faulthandler's output `text`: "" for an empty stack, None if the thread is not in
     the output. `main`: the thread's id in hexadecimal; "" means the last thread of the output, the main thread."""
     threads = [lines for ident, lines in THREAD.findall(text) if main in ("", f"{int(ident, 16):#x}")]
-    return _place_in(FRAME.findall(threads[-1])) if threads else None
+    return _location_in(FRAME.findall(threads[-1])) if threads else None
 
 
-def _place_in(stack: list[tuple[str, str, str]]) -> str:
+def _location_in(stack: list[tuple[str, str, str]]) -> str:
     """Describe a place: "all_reduce (loop.py:213 step)", "train.py:40 main", or "" for an empty stack. `stack`: file,
     line and function of each frame, innermost first."""
     if not stack:
@@ -259,7 +259,7 @@ def _place_in(stack: list[tuple[str, str, str]]) -> str:
     return f"{KNOWN[known[0][0]] or name} ({where})"
 
 
-def own_place() -> str:
+def own_location() -> str:
     """Return where the main thread of this process is now.
 
     This does not use faulthandler, which walks all threads without a lock: in Python 3.11 it may meet a thread that C++
@@ -276,7 +276,7 @@ def own_place() -> str:
     finally:
         if collects:
             gc.enable()
-    return _place_in(stack)
+    return _location_in(stack)
 
 
 def in_phase(phase: str, step: int) -> str:

@@ -21,7 +21,7 @@ from rankup.agent.processes import leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, NO_STOP, Record
 from rankup.errors import FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
-from rankup.group.stop import StopRequest, compare, dump, in_phase, own_place
+from rankup.group.stop import StopRequest, compare, dump, in_phase, own_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Watchdog:
     """Watches the deadline of this rank's phase and the reports of the other ranks, and ends this rank.
 
     `record` holds what this rank does: phase, step, deadline, and whether it waits for others. `hosts`: host names by
-    rank. `nodes`: if nodes may come and go, the nodes as of the last signs of life.
+    rank. `nodes`: if nodes may come and go, the nodes as of the last heartbeats.
     """
 
     def __init__(self, status: StatusFile, stop: StopRequest, *, record: Record, log: logging.Logger) -> None:
@@ -54,15 +54,15 @@ class Watchdog:
         self._line: Any = None  # an AgentLine or a MemberLine, once the ranks have met
         self._lost: Mapping[str, Any] = {}  # the first message about a loss
         self._heard, self._answered = threading.Event(), threading.Event()  # a loss was reported; `_ask` has its answer
-        self._signs: list[dict[str, Any]] = []
+        self._heartbeats: list[dict[str, Any]] = []
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
-        self._keeper: Any = None  # a `Saving` of `rankup.loop.saving`
-        self._keep_timeout_s = 0.0
-        self._keep_lock = threading.Lock()  # held while the keeper writes
+        self._saving: Any = None  # a `Saving` of `rankup.loop.saving`
+        self._saving_timeout_s = 0.0
+        self._saving_lock = threading.Lock()  # held while `Saving` writes the state
         self._ending = False  # another thread is ending this process, and the main thread must not report its own end
         self._settled = False  # the loop begins no further step, and leaves by itself when the job stops
         self._leave_at_s = 0.0  # when to leave for a stop if this rank has not reached the step at which all stop
-        self._placed_s = self._lost_s = 0.0  # when the thread last gave a sign of life, and when it saw a loss
+        self._located_s = self._lost_s = 0.0  # when the thread last sent a heartbeat, and when it saw a loss
         self._leaver: threading.Thread | None = None  # decides whether this rank has to end, and ends it
         stop.watch = self
         stop.wake()
@@ -73,25 +73,25 @@ class Watchdog:
     def connected(self) -> bool:
         return self._line is not None
 
-    def signs_of_life(self) -> list[dict[str, Any]]:
-        """Return each rank's last sign of life, ordered by rank: what `Record.sign` returns, `host`, and `seen`, a time
-        of `time.time()`. Without an answer, returns older signs. Don't call this in the thread that calls `hear`."""
-        self.record.give_sign(self._place())
-        own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
+    def heartbeats(self) -> list[dict[str, Any]]:
+        """Return each rank's last heartbeat, ordered by rank: what `Record.heartbeat` returns, `host`, and `seen`, a
+        time of `time.time()`. Without an answer, returns older ones. Not for the thread that calls `on_message`."""
+        self.record.beat(self._location())
+        own = {**self.record.read().heartbeat(), "host": host_name(), "seen": time.time()}
         self._ask(timing.WHERE_S)
-        others = [sign for sign in self._signs if sign["rank"] != self.rank]
-        return sorted([own, *others], key=lambda sign: int(sign["rank"]))
+        others = [heartbeat for heartbeat in self._heartbeats if heartbeat["rank"] != self.rank]
+        return sorted([own, *others], key=lambda heartbeat: int(heartbeat["rank"]))
 
     def _ask(self, timeout_s: float) -> bool:
         """Ask through the line where all ranks are. Returns whether the answer came in time."""
         self._answered.clear()
-        return self._say("ask") and self._answered.wait(timeout_s)
+        return self._send("ask") and self._answered.wait(timeout_s)
 
     def report(self, code: int, why: str, suspect: int | None = None) -> None:
         """Report how this rank ends, to the other ranks and in the files of the run. `suspect`: the rank that was lost,
         if known."""
         own = End(self.rank, host_name(), code, why, self.record.step, suspect=suspect)
-        self._say("end", **own.message())
+        self._send("end", **own.message())
         write_end(self.status.run_dir, self.status.attempt, own)
         ends: dict[int, End] = {}
         if code in (FINISHED, STOPPED):  # all ranks end the same way
@@ -108,14 +108,14 @@ class Watchdog:
 
     def tell_others(self, name: str) -> None:
         """Tell the other ranks that this process got the signal `name`, which stops the whole job."""
-        self._say("stop", signal=name)
+        self._send("stop", signal=name)
         if self.world_size == 1:  # no other rank has to agree
             self.record.stop = self.record.confirmed = 0
 
-    def _say(self, kind: str, **values: Any) -> bool:
-        return self._line is not None and bool(self._line.say(kind, **values))
+    def _send(self, kind: str, **values: Any) -> bool:
+        return self._line is not None and bool(self._line.send(kind, **values))
 
-    def hear(self, message: Mapping[str, Any]) -> None:
+    def on_message(self, message: Mapping[str, Any]) -> None:
         """Handle a message of the line: lost, gone, stop or ranks. Always called in the same thread."""
         if message["is"] in ("lost", "gone") and not self._lost:
             self._lost = message
@@ -125,7 +125,7 @@ class Watchdog:
             self.stop.ask(str(message["signal"]))
         elif message["is"] == "ranks":
             now = time.time()
-            self._signs = [{**sign, "seen": now - sign["ago_s"]} for sign in message["ranks"]]
+            self._heartbeats = [{**heartbeat, "seen": now - heartbeat["ago_s"]} for heartbeat in message["ranks"]]
             self.nodes = message.get("nodes", [])
             self._answered.set()
 
@@ -148,21 +148,21 @@ class Watchdog:
         if step is not None:
             self.record.begin(step)
 
-    def protect(self, keeper: Any, *, timeout_s: float) -> None:
-        """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline, and
-        `keeper.keep_for_stop()` if it has to leave for a stop. Each gets `timeout_s` seconds, once, in a thread beside
+    def protect(self, saving: Any, *, timeout_s: float) -> None:
+        """From now on call `saving.rescue()` before this process ends because of a lost peer or a deadline, and
+        `saving.save_for_stop()` if it has to leave for a stop. Each gets `timeout_s` seconds, once, in a thread beside
         the main thread, which may be blocked in a collective or in the middle of a step."""
-        self._keeper, self._keep_timeout_s = keeper, timeout_s
+        self._saving, self._saving_timeout_s = saving, timeout_s
 
     def settle(self) -> None:
         """Begin no further step: this rank saves and leaves with the others, however long that takes."""
-        with self._keep_lock:
+        with self._saving_lock:
             self._wait_if_ending()
             self._settled = True
 
     def exit_within(self, code: int) -> None:
         """End this process with `code` after LEAVING_S at the latest, even if its teardown takes longer."""
-        with self._keep_lock:
+        with self._saving_lock:
             self._wait_if_ending()
             self._leaving = code
         self.record.extend(timing.LEAVING_S)  # keeps the phase: the others still see what this rank was doing
@@ -175,20 +175,20 @@ class Watchdog:
     def end(self) -> None:
         """Turn off all deadlines, and keep nothing from now on."""
         self.quiet = True
-        self.stop.watch = self._keeper = None
+        self.stop.watch = self._saving = None
         set_hard_deadline(NO_LIMIT)
 
     # The thread that watches --------------------------------------------------------------------------------------
 
     def tick(self) -> float:
-        """Give a sign of life, and check whether this rank has to end. Returns the seconds until the next check."""
+        """Send a heartbeat, and check whether this rank has to end. Returns the seconds until the next check."""
         now_s, now = time.monotonic(), self.record.read()
         set_hard_deadline(now.until_s - now_s + timing.LOCKED_GRACE_S)
         if self.stop.watch is None:  # `end` was called after the record was read
             set_hard_deadline(NO_LIMIT)
-        if now_s - self._placed_s > timing.ALIVE_S:
-            self.record.give_sign(self._place())
-            self._placed_s = now_s
+        if now_s - self._located_s > timing.ALIVE_S:
+            self.record.beat(self._location())
+            self._located_s = now_s
         overdue = now.until_s < now_s
         if overdue and self._leaving is not None:
             leave(self._leaving)
@@ -223,17 +223,17 @@ class Watchdog:
     def _leave_for_stop(self) -> None:
         """Keep the last finished step, and leave, because this rank waits for data or evaluates and does not reach the
         step at which all ranks stop."""
-        with self._keep_lock:
-            keeper = self._keeper
-            if keeper is None or self._leaving is not None or self._settled:
+        with self._saving_lock:
+            saving = self._saving
+            if saving is None or self._leaving is not None or self._settled:
                 return
-            self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
-            why = within(self._keep_timeout_s, keeper.keep_for_stop)
+            self.record.extend(self._saving_timeout_s + timing.LEAVING_S)
+            why = within(self._saving_timeout_s, saving.save_for_stop)
             if why == "":  # only all ranks together can keep the state, so they go on to the step where all stop
                 return
             self._ending = True
         if self.rank > 0:  # give rank 0 time to save: its loop would fail first if it noticed that this rank is gone
-            self._heard.wait(timing.LAST_WORD_S)
+            self._heard.wait(timing.LAST_MESSAGE_S)
         why = why or f"{self.stop.signal_name}: the state could not be kept"
         leave(STOPPED, lambda: self.report_stop(why), timeout_s=timing.REPORT_END_S)
 
@@ -249,7 +249,7 @@ class Watchdog:
         if self._leaving is None:
             lines = self._take_stacks(what, all_alive=overdue or bool(self._lost.get("alive")))
             loss = self.loss(self.suspects(overdue=overdue), what, code=code)
-        with self._keep_lock:
+        with self._saving_lock:
             if self._leaving is not None:
                 return  # the loop noticed the loss by itself, and may know more about it
             self._ending = True
@@ -269,14 +269,14 @@ class Watchdog:
         """Write the stacks of this rank. Returns lines for the log: the file and, if `all_alive`, where all ranks are.
         After a process has ended, this rank asks nobody, because the restart of the job waits for it to leave."""
         file = within(timing.STACKS_S, lambda: dump(why, self.record))  # before the question, which takes longer
-        places = {sign["rank"]: sign["place"] for sign in self.signs_of_life()} if all_alive else {}
-        lines = ["; ".join(compare(places))] if places else []
+        locations = {heartbeat["rank"]: heartbeat["location"] for heartbeat in self.heartbeats()} if all_alive else {}
+        lines = ["; ".join(compare(locations))] if locations else []
         return [*lines, f"the stacks of all threads are in {file}"] if file else lines
 
-    def _place(self) -> str:
+    def _location(self) -> str:
         """Return where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""
         now = self.record.read()
-        return own_place() + in_phase(now.phase, now.step)
+        return own_location() + in_phase(now.phase, now.step)
 
     def loss(self, suspects: list[Suspect], what: str = "", *, code: int = PEER_LOST) -> PeerLost:
         """Return the error to raise for a loss. `suspects`: the likeliest first. `what`: what happened, by default the
@@ -293,7 +293,7 @@ class Watchdog:
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Keep this rank's state, and return the ranks that may be lost, the likeliest first; none if all ranks wait
         for each other. `overdue`: this rank's own deadline passed. Otherwise wait for the line to name a lost rank."""
-        self._keep()
+        self._rescue()
         if not self.connected:
             return []
         if not overdue:
@@ -315,23 +315,23 @@ class Watchdog:
             waited_s = time.monotonic() - asked_s  # taken before the answer, because the answer's own delay is unknown
             if not self._ask(timing.QUIET_S):
                 return [Suspect(0, "it does not answer")]
-            # Only signs given since the question count: a rank with an older sign may have been stopped since
-            signs = [sign for sign in self._signs if sign["rank"] != self.rank]
-            silent = [sign for sign in signs if sign["ago_s"] > waited_s]
+            # Only heartbeats sent since the question count: a rank with an older heartbeat may have been stopped since
+            heartbeats = [heartbeat for heartbeat in self._heartbeats if heartbeat["rank"] != self.rank]
+            silent = [heartbeat for heartbeat in heartbeats if heartbeat["ago_s"] > waited_s]
             if not silent or waited_s > timing.QUIET_S or self._heard.wait(timing.ALIVE_S):
                 break
-        return [Suspect(sign["rank"], "gave no sign of life") for sign in silent] or [
-            Suspect(sign["rank"], f"is alive, in {sign['phase']} at step {sign['step']}", alive=True)
-            for sign in signs if not sign["waiting"]
+        return [Suspect(heartbeat["rank"], "sent no heartbeat") for heartbeat in silent] or [
+            Suspect(heartbeat["rank"], f"is alive, in {heartbeat['phase']} at step {heartbeat['step']}", alive=True)
+            for heartbeat in heartbeats if not heartbeat["waiting"]
         ]
 
-    def _keep(self) -> None:
-        """Let the keeper write, once. A second caller waits for the first, so the process does not end meanwhile."""
-        with self._keep_lock:
-            keeper, self._keeper = self._keeper, None
-            if keeper is not None:
-                self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
-                within(self._keep_timeout_s, keeper.keep)
+    def _rescue(self) -> None:
+        """Let `Saving` write the state, once. A second caller waits for the first: the process must not end before."""
+        with self._saving_lock:
+            saving, self._saving = self._saving, None
+            if saving is not None:
+                self.record.extend(self._saving_timeout_s + timing.LEAVING_S)
+                within(self._saving_timeout_s, saving.rescue)
                 self.record.extend(timing.LEAVING_S)
 
 

@@ -23,7 +23,7 @@ from rankup.group.group import Group
 from rankup.places.files import open_regular
 from rankup.seeds import derive_seed, seed_everything, state_kept
 from rankup.state.run import Run
-from rankup.state.tree import place_of
+from rankup.state.tree import mesh_position
 from rankup.timing import SHARE
 
 FIRST = 10  # steps before the first comparison, and at least between two comparisons
@@ -38,7 +38,7 @@ def digests_of(items: dict[str, Any]) -> dict[str, int]:
     for tensor in _tensors(items):
         place, local = list[int](), tensor
         if hasattr(tensor, "to_local"):
-            place, local = place_of(tensor), tensor.to_local()
+            place, local = mesh_position(tensor), tensor.to_local()
         by_place.setdefault(str(place), []).append(local)
     return {place: _digest(tensors) for place, tensors in by_place.items()}
 

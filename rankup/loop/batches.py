@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from rankup.errors import UserError
-from rankup.loop.record import OVER
+from rankup.loop.reporting import OVER
 from rankup.loop.tracked import has_state
 from rankup.loop.workers import Workers
 from rankup.seeds import derive_seed, drawn_apart, host_state_kept, seed_host
@@ -298,37 +298,37 @@ class Batches:
     def _pass(self) -> Generator[Any, None, bool]:
         """Yield the batches of the next pass. Returns False if the copy already had all of them."""
         # Look up here what each step needs: during a step, the CPU's caches are cold
-        job, source, live, group, clock = self._job, self._source, self._job.live, self._job.group, self._job.clock
+        job, source, loop, group, clock = self._job, self._source, self._job.loop, self._job.group, self._job.clock
         waited = group.watch.clock.wait_for_data
         job.begin()
-        known = len(live.streams)
+        known = len(loop.streams)
         again = at_stop_iteration()
-        if again and live.begun and self not in live.begun and not live.has_epochs:
+        if again and loop.begun and self not in loop.begun and not loop.has_epochs:
             raise UserError(
                 "batches: `except StopIteration` must restart a loader that was used before, got a new one, which "
                 "has no place in a resumed run. Build the loader once, above the loop."
             )
-        number, state = live.begin_pass(self, source)
-        if number and not (again or live.running or live.fetched or live.has_epochs):  # code ran after the last pass
+        number, state = loop.begin_pass(self, source)
+        if number and not (again or loop.running or loop.fetched or loop.has_epochs):  # code ran after the last pass
             job.tracked.check_unchanged(after_epoch=True)
             with job.commit_lock:
                 if number < known:  # that code has run a second time, and the copy already holds its changes
                     job.tracked.undo_schedules()
                 else:
                     job.commit()
-        skip = live.streams[number]
-        seed = derive_seed(job.settings.seed, live.epoch, number)
-        pairs = source.open(seed, epoch=live.epoch, skip=skip, state=state) if skip != OVER else iter(())
+        skip = loop.streams[number]
+        seed = derive_seed(job.settings.seed, loop.epoch, number)
+        pairs = source.open(seed, epoch=loop.epoch, skip=skip, state=state) if skip != OVER else iter(())
         if order := source.fingerprint:
             group.must_match("batches: the order of the samples", order, remedy=(
                 "A sampler must draw the same order on all ranks, or split the data as DistributedSampler does."
             ))
-        position, streams = job.position, live.streams
-        live.running.append(self)
+        position, streams = job.position, loop.streams
+        loop.running.append(self)
         try:
             while True:
-                if live.fetched:  # this check also refuses a loop without any job.step
-                    job.tracked.check_unchanged(after_epoch=live.epoch != position.epoch)
+                if loop.fetched:  # this check also refuses a loop without any job.step
+                    job.tracked.check_unchanged(after_epoch=loop.epoch != position.epoch)
                 elif group.stops_before(position.step):
                     raise job.stopped()
                 clock.start()
@@ -337,24 +337,24 @@ class Batches:
                 if found is None:
                     return streams[number] != skip or not skip
                 batch, self.weight = found
-                live.weight = self.weight
-                live.fetched += 1
+                loop.weight = self.weight
+                loop.fetched += 1
                 streams[number] += 1
                 job.draw_anew()
                 step = position.step
                 yield batch
-                if position.step > step + 1 and live.running[0] is self and not self._reused:
+                if position.step > step + 1 and loop.running[0] is self and not self._reused:
                     self._reused = True  # warn once
                     group.log.warning(
                         "batches: a batch took several steps, and a resume between them starts with the next batch. "
                         "Put them into one block of job.step"
                     )
-                if self.weight != 1.0 and not live.weight_asked:
-                    live.weight_asked = True  # log once
+                if self.weight != 1.0 and not loop.weight_asked:
+                    loop.weight_asked = True  # log once
                     group.log.info(
                         f"batches  {group.world_size} ranks do not divide a batch equally: multiply the loss by "
                         "job.weight, or the gradients are not exactly those of the whole batch"
                     )
         finally:
             streams[number] = OVER
-            live.running.remove(self)
+            loop.running.remove(self)

@@ -12,7 +12,7 @@ from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Batches, at_stop_iteration, evaluation_batches, source_of
-from rankup.loop.record import Figures, Live, Settings, number_of
+from rankup.loop.reporting import LoopState, Reporting, Settings, number_of
 from rankup.loop.saving import Saving
 from rankup.loop.step import Step
 from rankup.loop.tracked import Tracked, fix_bucket_order
@@ -36,12 +36,13 @@ class Job:
         self.position = position = Position.of(run.newest.record if run.newest is not None else None)
         self.tracked = Tracked(share_all=settings.share_all and group.world_size > 1)
         self.agreement = Agreement(group, run, self.tracked.items, every=settings.compare_every_steps)
-        self.figures = Figures(group, run, settings, position)
-        self.saving = Saving(group, run, self.tracked, self.figures, self.agreement, settings, position)
-        self.course, self.clock, self.commit_lock = self.figures.course, self.figures.clock, self.saving.commit_lock
-        self.live = Live(position, self.saving.loader_states)
+        self.reporting = Reporting(group, run, settings, position)
+        self.saving = Saving(group, run, self.tracked, self.reporting, self.agreement, settings, position)
+        self.progress, self.clock = self.reporting.progress, self.reporting.clock
+        self.commit_lock = self.saving.commit_lock
+        self.loop = LoopState(position, self.saving.loader_states)
         self.loop_is_over = False
-        self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
+        self._exit_handler: Any = None  # the `ExitHandler` of a script, see `rankup.job`
         self._batches: dict[int, Batches] = {}  # by id of the loader, for loaders used in this epoch or the last one
         self._begun = False
         self._step = Step(self)
@@ -49,7 +50,7 @@ class Job:
     @property
     def epoch(self) -> int:
         """The epoch that `job.epochs` is in, from 0; always 0 without `job.epochs`."""
-        return self.live.epoch
+        return self.loop.epoch
 
     @property
     def step_number(self) -> int:
@@ -61,8 +62,8 @@ class Job:
         """The factor for the mean loss of this rank's part of the newest batch. With it, the average over the ranks is
         the mean over the global batch. It is 1.0 if all parts have the same size. If a loop reads several loaders
         together, each object that `job.batches` returned has its own `weight`."""
-        self.live.weight_asked = True
-        return self.live.weight
+        self.loop.weight_asked = True
+        return self.loop.weight
 
     # State ----------------------------------------------------------------------------------------------------
 
@@ -108,21 +109,21 @@ class Job:
         changes, rankup undoes them when the repeated block ends, so that no change counts twice. Raises UserError
         inside a loop over `job.batches` or `job.steps`, whose code does not run again: use `job.step` there.
         """
-        live = self.live
-        if live.running or self._step.inside or at_stop_iteration():
+        loop = self.loop
+        if loop.running or self._step.inside or at_stop_iteration():
             raise UserError(
                 "change: it must come after the loop over job.batches, got one inside it, in `except StopIteration`, "
                 "or after a loop with batches left. Move the change into the block of job.step, or finish that loop."
             )
         self.begin()
         self.tracked.check_unchanged(after_epoch=True)  # the block's commit would hide an earlier change
-        again = live.changes_to_repeat > 0
+        again = loop.changes_to_repeat > 0
         before = deepcopy(self.tracked.state()) if again else {}
         with self.commit_lock:
             self._step.inside = True
             yield
             if again:
-                live.changes_to_repeat -= 1
+                loop.changes_to_repeat -= 1
                 self.tracked.load(before)
             else:
                 self.position.changes += 1
@@ -151,14 +152,14 @@ class Job:
         such as an evaluation. Raises Stopped, after a save, if the job was asked to stop.
         """
         self.begin()
-        self.live.has_epochs = True
+        self.loop.has_epochs = True
         while self.epoch < count:
             yield self.epoch
             self.stop_here()
             # Otherwise a loader that the script rebuilds in each epoch would stay alive, with its persistent workers
-            self._batches = {key: each for key, each in self._batches.items() if each in self.live.begun}
-            self.live.begin_epoch()
-            if not self.live.fetched:  # otherwise the script holds gradients for its next step, and no copy has them
+            self._batches = {key: each for key, each in self._batches.items() if each in self.loop.begun}
+            self.loop.begin_epoch()
+            if not self.loop.fetched:  # otherwise the script holds gradients for its next step, and no copy has them
                 self.tracked.check_unchanged(after_epoch=True)
                 with self.commit_lock:
                     self.commit()
@@ -173,8 +174,8 @@ class Job:
         The body enters `job.step` once per pass. Raises Stopped, after a save, if the job was asked to stop.
         """
         self.begin()
-        self.course.total = total
-        self.live.running.append("steps")
+        self.progress.total = total
+        self.loop.running.append("steps")
         try:
             before = -1
             while (step := self.step_number) < total:
@@ -184,7 +185,7 @@ class Job:
                 before = step
                 yield step
         finally:
-            self.live.running.remove("steps")
+            self.loop.running.remove("steps")
         self.loop_is_over = True
 
     def batches(self, loader: Any, *, any_order: bool = False) -> Batches:
@@ -220,7 +221,7 @@ class Job:
                 self.stop_here()
             elif pad and self.group.max(int(self.group.stop.requested)):
                 raise self.stopped()
-            self.live.weight = weight
+            self.loop.weight = weight
             yield batch
 
     def step(self, **values: Any) -> Step:
@@ -241,12 +242,12 @@ class Job:
 
     def commit(self) -> None:
         """Make what the loop has done so far the state. The caller holds `self.commit_lock`."""
-        position, live = self.position, self.live
-        if live.epoch != position.epoch:
+        position, loop = self.position, self.loop
+        if loop.epoch != position.epoch:
             position.changes = 0
-        live.changes_to_repeat = 0  # every block of job.change before this commit has been repeated
-        position.epoch, position.streams, position.loaders = live.epoch, [*live.streams], [*live.loaders]
-        self.saving.loader_states = live.loader_states()
+        loop.changes_to_repeat = 0  # every block of job.change before this commit has been repeated
+        position.epoch, position.streams, position.loaders = loop.epoch, [*loop.streams], [*loop.loaders]
+        self.saving.loader_states = loop.loader_states()
         self.tracked.commit()
 
     def begin(self) -> None:
@@ -258,7 +259,7 @@ class Job:
         commit = (group.launch.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
-        run.begin(step, lambda: self.figures.open(commit, changed=changed))
+        run.begin(step, lambda: self.reporting.open(commit, changed=changed))
         run.newest = None  # frees the restored state, which would stay in every rank's memory
         if self.tracked.items:
             self.tracked.warn_of_others(group.log.warning)
@@ -279,11 +280,11 @@ class Job:
     def draw_anew(self) -> None:
         """Seed from the step, the batches fetched since, and the rank, so that a resume needs no earlier state."""
         seed = derive_seed(self.settings.seed, self.position.step, self.rank)
-        seed_everything(seed + self.live.fetched, self.device)
+        seed_everything(seed + self.loop.fetched, self.device)
 
     def stop_here(self) -> None:
         """Save and raise Stopped if all ranks stop before the next step."""
-        if not self.live.fetched and self.group.stops_before(self.position.step):
+        if not self.loop.fetched and self.group.stops_before(self.position.step):
             raise self.stopped()
 
     def stopped(self) -> Stopped:
@@ -323,7 +324,7 @@ class Job:
         own = {name: number_of(value) for name, value in values.items()}
         with contextlib.nullcontext() if self._step.inside else self.commit_lock:
             position.metrics, position.evaluated = earlier | own, position.step
-        self.figures.metrics.write(evaluation(position.step, own))
+        self.reporting.metrics.write(evaluation(position.step, own))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the list of every rank's `value`, by rank. All ranks call this. A value consists of numbers, strings,
@@ -350,9 +351,9 @@ class Job:
         self.group.watch.settle()
         self.save(wait=True)
         self.group.watch.enter("end", self.settings.save_timeout_s, step=self.position.step)
-        if self._ends is not None:
+        if self._exit_handler is not None:
             if self.is_main:
                 self.group.log.info(
                     f"finished after {self.step_number} steps: {self.run_dir}/; rankup status {self.run_dir}"
                 )
-            self._ends.close()
+            self._exit_handler.close()

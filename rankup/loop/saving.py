@@ -15,7 +15,7 @@ import torch
 from rankup.errors import UserError, reason
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.record import FORMAT, VERSIONS, Figures, Settings
+from rankup.loop.reporting import FORMAT, VERSIONS, Reporting, Settings
 from rankup.loop.tracked import Tracked, gathered
 from rankup.observe.metrics import Position
 from rankup.state import copies, memory, tree
@@ -30,13 +30,13 @@ CHANGE_S = 10.0
 
 
 class CommitLock:
-    """A lock around everything that turns the state of one step, `progress` included, into the state of the next.
+    """A lock around everything that turns the state of one step, `position` included, into the state of the next.
 
     A block that raises never releases the lock, because the state that it leaves belongs to no step. `alone`: there is
     only one rank."""
 
-    def __init__(self, progress: Position, device: torch.device, *, alone: bool = False) -> None:
-        self.progress, self.device, self._alone = progress, device, alone
+    def __init__(self, position: Position, device: torch.device, *, alone: bool = False) -> None:
+        self.position, self.device, self._alone = position, device, alone
         self._lock = threading.Lock()
         self.busy = False
         self._failed = False  # a block raised, and its change never ends
@@ -71,7 +71,7 @@ class CommitLock:
         self.busy = not held and not self._failed
         while not (done := self._stream is None or self._changed.query()) and time.monotonic() < until_s:
             time.sleep(0.01)
-        return self.progress if held and done else None
+        return self.position if held and done else None
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -97,11 +97,11 @@ class Saving:
     """
 
     def __init__(
-        self, group: Group, run: Run, tracked: Tracked, figures: Figures, agreement: Agreement, settings: Settings,
+        self, group: Group, run: Run, tracked: Tracked, reporting: Reporting, agreement: Agreement, settings: Settings,
         position: Position,
     ) -> None:
         self.group, self.run, self.tracked, self.position = group, run, tracked, position
-        self.figures, self.agreement, self.settings = figures, agreement, settings
+        self.reporting, self.agreement, self.settings = reporting, agreement, settings
         self.commit_lock = CommitLock(position, group.device, alone=group.world_size == 1)
         self.about: dict[str, Any] = {}
         self.loader_states: list[Any] = []
@@ -192,14 +192,14 @@ class Saving:
                 state[LOADERS] = {f"{rank} of {size}": states for rank, states in enumerate(every)}
             # Write gathered state at once: another copy in memory would double its size
             may_go_on = not self.tracked.split or (run.saver.sharded and run.second_rank is None)
-            self.group.on_rank0(self.figures.metrics.flush)  # a resumed run does not repeat the saved steps
+            self.group.on_rank0(self.reporting.metrics.flush)  # a resumed run does not repeat the saved steps
             run.saver.save(position.step, lambda: self._record(position), state, may_go_on=may_go_on, wait=wait)
             self._saved = position.key
         if wait:
             run.settle()
         return wanted
 
-    def keep_part(self) -> None:
+    def save_part(self) -> None:
         """Copy this rank's part of the last commit to memory. All ranks call this."""
         self.run.parts.take(self.position.step, lambda: (self._record(self.position), self._own()))
 
@@ -222,7 +222,8 @@ class Saving:
 
     def stopped(self) -> str:
         """Return the message for a run that was stopped at its last commit."""
-        why, step, total = self.group.stop.signal_name or "asked to stop", self.position.step, self.figures.course.total
+        why, step = self.group.stop.signal_name or "asked to stop", self.position.step
+        total = self.reporting.progress.total
         if not self.tracked.items:
             return f"{why}: stopped at step {step}, nothing is tracked, so nothing was saved."
         where = f"saved at step {step}" if step else "at step 0, nothing to save,"
@@ -231,7 +232,7 @@ class Saving:
 
     # The end of a process: any thread ---------------------------------------------------------------------------
 
-    def keep(self) -> None:
+    def rescue(self) -> None:
         """Write the last commit to this node's memory. The loop never continues afterwards.
 
         If that is impossible, only the copy that rank 0 may be writing will remain, and this waits until it is written.
@@ -240,7 +241,7 @@ class Saving:
             self.agreement.deciding.release()
         group, hangs = self.group, self.run.saver.writing.under_way  # the save may wait for a disk
         settled = group.stop.requested and self.position.step == group.record.confirmed
-        if settled and group.is_rank0 and not hangs and self.keep_for_stop():
+        if settled and group.is_rank0 and not hangs and self.save_for_stop():
             return  # another rank left before it reached the step at which all ranks stop
         position, holds_all = None, bool(self.tracked.items) and not self.tracked.split
         if holds_all and not self.agreement.wrong and self.position.step > max(0, self.run.saved_step):
@@ -260,7 +261,7 @@ class Saving:
         self.run.parts.wait()
         self.run.saver.wait()
 
-    def keep_for_stop(self) -> str:
+    def save_for_stop(self) -> str:
         """Write the last commit; on rank 0 as a copy on disk, because the job may resume on other machines. Returns the
         message for the user, or "" if this process alone can't keep the state."""
         signal = self.group.stop.signal_name
@@ -271,7 +272,7 @@ class Saving:
         if self.agreement.wrong:
             return f"{signal}: this rank's state may be wrong, so it was not saved"
         if not self.group.is_rank0:
-            self.keep()
+            self.rescue()
             return self.stopped()
         saver = self.run.saver
         saver.wait()
@@ -283,7 +284,7 @@ class Saving:
         position = copy(position)
         newest = list_copies(saver.folder)  # look again: the loop may not have noticed the end of a save yet
         if position.step > (step_of(newest[-1]) if newest else 0):
-            self.figures.metrics.flush()
+            self.reporting.metrics.flush()
             files, check = self._files(position), saver.check_owner
             copies.save(saver.folder, files, step=position.step, keep=saver.keep, check_owner=check)
         for place in self.run.places.values():

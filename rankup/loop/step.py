@@ -18,7 +18,7 @@ class Step:
         self.values: dict[str, Any] = {}
         self.inside = False
         self._line: dict[str, Any] | None = None  # this step's training line, if it gets one
-        self._job, self._live, self._position = job, job.live, job.position
+        self._job, self._loop, self._position = job, job.loop, job.position
         self._clock, self._tracked, self._commit_lock = job.clock, job.tracked, job.commit_lock
 
     def __enter__(self) -> None:
@@ -28,15 +28,15 @@ class Step:
         if self.inside:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
         # If this step still uses batches of the last epoch, no commit holds yet what followed that epoch's last batch
-        tracked.check_unchanged(after_epoch=self._live.epoch != self._position.epoch)
+        tracked.check_unchanged(after_epoch=self._loop.epoch != self._position.epoch)
         if step >= job.agreement.next:
             job.agreement.compare(step)
         self._clock.end_of_backward()
         if tracked.shared:
             job.group.collective(tracked.share_buffers)
         line, number, every = None, step + 1, job.settings.log_every_steps
-        if number % (every if number >= every else FIRST_LINES) == 0 or number == job.course.total:
-            line = job.figures.line(number, values, weight=self._live.weight)
+        if number % (every if number >= every else FIRST_LINES) == 0 or number == job.progress.total:
+            line = job.reporting.line(number, values, weight=self._loop.weight)
         if tracked.shared or line is not None:
             self._clock.mark(WAITING)
         self._line, self.inside = line, True
@@ -59,7 +59,7 @@ class Step:
         if kind is None:
             self.inside = False
             self._clock.mark(COMPUTE)
-            self._live.fetched = 0
+            self._loop.fetched = 0
             self._after(position.step)
 
     def _after(self, step: int) -> None:
@@ -67,18 +67,18 @@ class Step:
         job, run = self._job, self._job.run
         job.enter_step()
         if self._line is not None:
-            job.figures.metrics.write(self._line)
+            job.reporting.metrics.write(self._line)
         job.draw_anew()
         if step == job.agreement.rest_at and not self._tracked.split:
             job.agreement.compare_rest(self._tracked.fingerprint_of_rest())
         if run.saver.step is not None:
             run.saver.look()
         if run.parts.wanted and run.parts.due(step):
-            job.saving.keep_part()
+            job.saving.save_part()
         every = job.settings.save_every_steps
         if every is None:
-            every = 0 if self._live.has_epochs else WITHOUT_EPOCHS
+            every = 0 if self._loop.has_epochs else WITHOUT_EPOCHS
         if every and step % every == 0:
             job.save()
-        if not self._live.running:
+        if not self._loop.running:
             job.stop_here()

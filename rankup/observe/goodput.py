@@ -98,11 +98,11 @@ def duration(seconds: float) -> str:
 
 
 @dataclass(slots=True)
-class Course:
-    """The progress of the training, kept by the loop. `total`: the steps of the whole run, None if unknown. `unit`: the
+class TrainingProgress:
+    """The position of the training, kept by the loop. `total`: the steps of the whole run, None if unknown. `unit`: the
     plural of what the speed counts, such as "images". `per_step`: units in a step."""
 
-    progress: Position
+    position: Position
     first_step: int
     total: int | None = None
     unit: str = "steps"
@@ -117,18 +117,18 @@ def spent(group: "Group") -> dict[str, float]:
     return seconds
 
 
-def speed(group: "Group", course: Course, step: int) -> float:
+def speed(group: "Group", progress: TrainingProgress, step: int) -> float:
     """Return units per second of this attempt up to `step`. Only the time of steps and of waits for data counts."""
     seconds = spent(group)
-    return (step - course.first_step) * course.per_step / max(seconds["steps"] + seconds["data"], 1e-9)
+    return (step - progress.first_step) * progress.per_step / max(seconds["steps"] + seconds["data"], 1e-9)
 
 
 class Reporter:
     """A thread of rank 0 that writes reports during training. It reads numbers that the loop keeps anyway, and calls no
     collective, so it can neither delay a step nor make it fail."""
 
-    def __init__(self, group: "Group", run: str, course: Course) -> None:
-        self.group, self.run, self.course = group, run, course
+    def __init__(self, group: "Group", run: str, progress: TrainingProgress) -> None:
+        self.group, self.run, self.progress = group, run, progress
         self._began = began(os.getpid())
         self._finished = False
         self._last: Report | None = None
@@ -161,24 +161,24 @@ class Reporter:
     def _look(self) -> Report:
         if self._last is not None:
             return replace(self._last, finished=self._finished)
-        course, watch, seconds = self.course, self.group.watch, spent(self.group)
+        progress, watch, seconds = self.progress, self.group.watch, spent(self.group)
         now = time.time()  # read after `seconds`, so that these never exceed the time that has passed
-        progress, here = course.progress, watch.record.read()
-        step, done = progress.step, progress.step - course.first_step
+        position, here = progress.position, watch.record.read()
+        step, done = position.step, position.step - progress.first_step
         remaining_s = None
-        if done and course.total is not None:
-            remaining_s = round(sum(seconds[kind] for kind in TRAINING) / done * (course.total - step), 1)
+        if done and progress.total is not None:
+            remaining_s = round(sum(seconds[kind] for kind in TRAINING) / done * (progress.total - step), 1)
         # The watchdog's clock starts later than the process, which imported its packages before
         seconds["start"] += max(0.0, now - self._began - sum(seconds.values()))
-        metrics = {name: value for name, value in (progress.line or {}).items() if name.startswith("train/")}
-        metrics |= {f"eval/{name}": value for name, value in (progress.metrics or {}).items()}
+        metrics = {name: value for name, value in (position.line or {}).items() if name.startswith("train/")}
+        metrics |= {f"eval/{name}": value for name, value in (position.metrics or {}).items()}
         return Report(
             run=self.run, attempt=self.group.attempt, began=self._began, time=now,
-            first_step=course.first_step, step=step, total_steps=course.total, finished=self._finished,
+            first_step=progress.first_step, step=step, total_steps=progress.total, finished=self._finished,
             seconds={kind: round(each_s, 3) for kind, each_s in seconds.items()},
-            unit=course.unit, per_s=round(speed(self.group, course, step), 3),
+            unit=progress.unit, per_s=round(speed(self.group, progress, step), 3),
             remaining_s=remaining_s,
             metrics={name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
-            ranks=watch.signs_of_life(), nodes=watch.nodes,
+            ranks=watch.heartbeats(), nodes=watch.nodes,
             open_s=round(time.monotonic() - here.entered_s, 3) if here.phase == "step" else 0.0,
         )

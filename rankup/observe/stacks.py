@@ -16,7 +16,7 @@ from rankup.agent.logs import STACKS, host_name
 from rankup.agent.processes import has_handler, start_of, state_of
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from rankup.group.stop import compare, in_phase, place_of
+from rankup.group.stop import compare, in_phase, location_in
 from rankup.timing import ANSWER_STACKS_S, ANSWER_TICK_S
 
 # The process states by their letters in /proc
@@ -62,7 +62,7 @@ class Answer:
         """Where the main thread is, in a few words, or why that is not known."""
         if self.problem or not self.text:
             return self.problem or "has written no stacks"
-        where = place_of(self.text, self.main) or "no Python code"
+        where = location_in(self.text, self.main) or "no Python code"
         return where + in_phase(self.phase, self.step)  # " of step 413"
 
 
@@ -157,6 +157,6 @@ def read(path: Path, *, after: int = 0) -> Answer | None:
         of_this_process = HEAD.split(data[after:].decode(errors="replace"))[-1]
         *_, said, text = ["{}", *LINE.split(of_this_process)]  # faulthandler's handler in C writes no such line
         # A whole dump ends with the main thread
-        return replace(answer, text=text, **json.loads(said)) if place_of(text, answer.main) is not None else answer
+        return replace(answer, text=text, **json.loads(said)) if location_in(text, answer.main) is not None else answer
     except (OSError, LookupError, ValueError, TypeError):
         return None

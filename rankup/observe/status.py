@@ -1,6 +1,6 @@
 """The command `status` shows the state of a run. It needs only the run's files. This module does not import torch.
 
-A killed job can't report its end, so the age of its last sign of life counts: rank 0 replaces its report every two
+A killed job can't report its end, so the age of its last heartbeat counts: rank 0 replaces its report every two
 seconds (`rankup.observe.goodput`), and its lease as often.
 """
 
@@ -34,7 +34,7 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
     folder, now = find_run(runs, run) if run else None, time.time()
     try:
         paths = [folder] if folder else sorted(path for path in runs.glob("*") if is_run(path))
-        # The run with the newest sign of life comes first
+        # The run with the newest heartbeat comes first
         found = sorted((look(path, now=now) for path in paths), key=lambda each: float(each["last_sign_s"]))
         if as_json:
             return json.dumps(found[0] if folder else found) + "\n"
@@ -80,7 +80,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     earlier = [report for report in reports if report is not live and not report.finished]
     return {
         "run": run_dir.name, "folder": str(run_dir), "state": state, "attempt": attempt,
-        # Without a lease and a report there are no signs of life to miss. A run that has ended is not silent either
+        # Without a lease and a report there are no heartbeats to miss. A run that has ended is not silent either
         "silent": any(beats) and last_sign_s > RUN_SILENT_S, "last_sign_s": round(last_sign_s, 1),
         "code": summary.get("code"), "why": summary.get("why", ""), "world_size": summary.get("world_size"),
         "step": newest.step if newest else None, "total_steps": newest.total_steps if newest else None,
@@ -101,9 +101,9 @@ def _modified(path: Path) -> float:
 
 def _ranks(summary: dict[str, Any], live: Report | None) -> list[dict[str, Any]]:
     """Return each known rank: how it ended, or its step and phase when rank 0 last heard from it."""
-    signs = {sign["rank"]: sign for sign in live.ranks} if live else {}
+    heartbeats = {heartbeat["rank"]: heartbeat for heartbeat in live.ranks} if live else {}
     ends = {end["rank"]: end for end in summary.get("ranks", {}).values()}
-    return [{**signs.get(rank, {}), **ends.get(rank, {})} for rank in sorted(ends or signs)]
+    return [{**heartbeats.get(rank, {}), **ends.get(rank, {})} for rank in sorted(ends or heartbeats)]
 
 
 def _end(run_dir: Path, report: Report) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _state(run: dict[str, Any]) -> str:
     state, ago = run["state"], duration(run["last_sign_s"])
     if run["silent"]:
         # After kill -9, a lost machine, or the loss of the disk on which the end was recorded
-        return f"no sign of life for {ago}; no end was recorded"
+        return f"no heartbeat for {ago}; no end was recorded"
     if state == "running":
         return "running" if run["ranks"] else "running: it is starting, or its code reports no steps"
     if state == "unknown":
@@ -215,7 +215,7 @@ def _steps(run: dict[str, Any]) -> str:
 
 def _rank_table(run: dict[str, Any], now: float) -> Table:
     """Return the table of the ranks. Neighbouring ranks in the same state share a row."""
-    table = _table("rank", "host", "step", "phase", "last sign of life")
+    table = _table("rank", "host", "step", "phase", "last heartbeat")
 
     def stands(rank: dict[str, Any]) -> tuple[Any, ...]:
         silent = now - rank.get("seen", now) > RUN_SILENT_S
@@ -236,7 +236,7 @@ def _phase(rank: dict[str, Any]) -> str:
         return str(rank["state"]) + (f" with exit code {rank['code']}" if rank["code"] else "")
     phase = rank["phase"] + (", waits for others" if rank["waiting"] else "")
     if rank["for_s"] > LONG_S:
-        phase += f", for {duration(rank['for_s'])}" + (f": {rank['place']}" if rank.get("place") else "")
+        phase += f", for {duration(rank['for_s'])}" + (f": {rank['location']}" if rank.get("location") else "")
     return str(phase)
 
 

@@ -1,6 +1,6 @@
 """Ownership of a run, and the line of attempts that its state comes from. This module does not import torch.
 
-An owner gives signs of life. Another process may take the run over if the owner is gone or silent. An owner that froze
+An owner sends heartbeats. Another process may take the run over if the owner is gone or silent. An owner that froze
 and was taken for dead may wake up right before any of its writes, so each place must refuse such a write:
 
 - In a folder, an owner writes a file under a hidden name, then reads the lease, then renames the file. The next owner
@@ -11,7 +11,7 @@ and was taken for dead may wake up right before any of its writes, so each place
   object store only has to support "create unless it exists".
 
 The kernel's lock is exact and instant on one machine. On an NFS mounted with `nolock` every machine gets the lock, and
-some file systems have no locks. There the signs of life decide, timed by this process's own clock. The lock is
+some file systems have no locks. There the heartbeats decide, timed by this process's own clock. The lock is
 fcntl.lockf: children inherit the flock of the package filelock, so DataLoader workers would keep a killed rank's lock.
 """
 
@@ -34,14 +34,14 @@ from typing import Any, Self
 from rankup.errors import PeerLost, UserError, disk_errors
 from rankup.places.files import Check, read_json, remove_unfinished, staged, write_json
 from rankup.places.place import Place
-from rankup.timing import LAST_WORD_S, LOCK_S
+from rankup.timing import LAST_MESSAGE_S, LOCK_S
 
 FILE, RESULT, METRICS = "run.json", "result.json", "metrics.jsonl"
 RUN_ID = re.compile(r"[\w-]+")  # a run's id names folders, and folders of rescues are removed by that name
 # The files and folders that belong to one run. They are put aside if another run begins in the same directory
 OF_RUN = ("checkpoints", "tensorboard", METRICS, RESULT, "config.yaml", "tracker", FILE)
 ASIDE = ".aside"  # the hidden folder into which they are moved; the next owner renames it
-Owner = Mapping[str, Any]  # the newest sign of life of an owner, {} if there is no owner or its file can't be read
+Owner = Mapping[str, Any]  # the newest heartbeat of an owner, {} if there is no owner or its file can't be read
 
 
 def kernel_id() -> str:
@@ -86,7 +86,7 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._released.set()
         self._beats.join()  # no beat may overwrite the release
-        # The file stays, marked as released: the next owner then starts without watching for signs of life
+        # The file stays, marked as released: the next owner then starts without watching for heartbeats
         with contextlib.suppress(OSError, UserError, PeerLost):
             self._write(0)
         self._lock.close()
@@ -143,7 +143,7 @@ class Lease:
         return read_json(self.path)
 
     def _write(self, beat: int) -> None:
-        """Give a sign of life if this attempt still owns the run. A `beat` of 0 releases the run."""
+        """Send a heartbeat if this attempt still owns the run. A `beat` of 0 releases the run."""
         write_json(self.path, self._sign(beat), check=self.check)
 
     def _follows(self, owner: Owner) -> bool:
@@ -152,7 +152,7 @@ class Lease:
         return self.agreed and job == its and before.isdecimal() and int(before) < int(number)
 
     def _alive(self, owner: Owner) -> bool:
-        """Watch for up to `life_s`, and return whether the owner gives a new sign of life."""
+        """Watch for up to `life_s`, and return whether the owner sends a new heartbeat."""
         until_s, pause_s = time.monotonic() + self.life_s, min(0.2, self.beat_s / 2)
         while (looked_s := time.monotonic()) < until_s:
             now = self._owner()
@@ -186,7 +186,7 @@ class Lease:
 class StoreLease(Lease):
     """Ownership of the run at `place`: the attempt that creates the next number, as `lease/00000007.json`, owns it.
 
-    Each owner writes its signs of life into its own file, and looks for the next number. The files are never removed.
+    Each owner writes its heartbeats into its own file, and looks for the next number. The files are never removed.
     `folder`: the lease of the local folder. The owner that held the local folder before is certainly dead.
     """
 
@@ -198,7 +198,7 @@ class StoreLease(Lease):
         self._next: Owner = {}  # the next owner, once it has been seen
 
     def claim(self, number: int) -> None:
-        """Take this number without starting signs of life. The earlier owner notices at its next `look`. Raises
+        """Take this number without starting heartbeats. The earlier owner notices at its next `look`. Raises
         UserError if another attempt has the number, and raises as `Place` does."""
         if not self.place.create(_name(number), self._encoded(1)):
             raise self._owned_by(self.place.read_json(_name(number)))
@@ -207,7 +207,7 @@ class StoreLease(Lease):
     def look(self, *, once: bool = False) -> None:
         """Ask the place for a next owner, then `check`. Called before something is published there; costs one small
         request. `once`: do not ask again if the place does not answer. Raises as `Place` does."""
-        place = self.place.once(LAST_WORD_S) if once else self.place.within(self.life_s)
+        place = self.place.once(LAST_MESSAGE_S) if once else self.place.within(self.life_s)
         self._next = place.read_json(_name(self.number + 1))
         self.check()
 
@@ -236,7 +236,7 @@ class StoreLease(Lease):
 
     def _write(self, beat: int) -> None:
         self.look(once=True)
-        self.place.once(LAST_WORD_S).write(_name(self.number), self._encoded(beat))
+        self.place.once(LAST_MESSAGE_S).write(_name(self.number), self._encoded(beat))
 
     def _encoded(self, beat: int) -> bytes:
         return json.dumps(self._sign(beat)).encode()

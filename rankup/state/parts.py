@@ -27,8 +27,8 @@ from rankup.state.choice import Candidate
 from rankup.state.copies import MANIFEST, STATE, Content, Damaged, find_problem, list_copies, step_of, to_json
 from rankup.state.memory import in_memory, node_id, remove, remove_abandoned
 from rankup.state.reading import Copy
-from rankup.state.saver import HostCopies, Writing
-from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, place_of, to_file
+from rankup.state.saver import BackgroundTask, HostCopies
+from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, mesh_position, to_file
 from rankup.timing import HURRY_S, SHARE
 
 FIRST = 10  # steps from the first part to the second; only then is the cost of a part known
@@ -44,7 +44,7 @@ class Parts:
         self.wanted = False
         self._next = self._taken = 0  # steps
         self._taken_s = self._cost_s = self._beside_s = 0.0  # start of the last part, cost of its copy and its thread
-        self._copies, self._writing = HostCopies(group.device), Writing("part", math.inf)
+        self._copies, self._writing = HostCopies(group.device), BackgroundTask("part", math.inf)
         self._known: list[Any] = []  # for each rank: its node, an id of its part, and the bytes of the part
         self._folders: dict[int, Path] = {}  # folders of the parts that are kept here, by rank
         self._peer: int | None = None  # the rank that holds this rank's part too
@@ -163,7 +163,7 @@ def _keep(folder: Path, step: int, files: Mapping[str, Content]) -> Path:
 
 def _which(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
     """Return an id that is equal for two ranks if they hold the same part."""
-    places = sorted({str(place_of(tensor)) for tensor in tensors.values() if hasattr(tensor, "to_local")})
+    places = sorted({str(mesh_position(tensor)) for tensor in tensors.values() if hasattr(tensor, "to_local")})
     # The keys count too: only a rank's own part holds the state of its loader
     return json.dumps([places, [sorted(node) for node in nodes.values() if isinstance(node, dict)]])
 

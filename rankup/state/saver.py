@@ -54,7 +54,7 @@ class Options:
     finished: Callable[[Any, dict[str, Any]], bool] = lambda copy, result: False
 
 
-class Writing:
+class BackgroundTask:
     """Runs one piece of work at a time, in a thread or at once. `failure`: what the last piece raised, or None."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -114,7 +114,7 @@ class Saver:
         self.step: int | None = None
         self._copies = HostCopies(group.device)
         self._beside = False if options.save == "sync" else None  # whether to save in the background; None: undecided
-        self.writing, self._count = Writing("save", options.save_timeout_s), 0
+        self.writing, self._count = BackgroundTask("save", options.save_timeout_s), 0
         # For a sharded copy: what this rank has written, and the function that publishes the files of all ranks
         self._staging: Path | None = None  # on rank 0
         self._part: dict[str, Fingerprint] = {}
@@ -237,7 +237,7 @@ class Saver:
         self.saved(step)
 
 
-class SecondCopies(Writing):
+class SecondCopies(BackgroundTask):
     """Second copies: if the nodes share no disk, a rank of another node than rank 0's writes the newest copy too, in a
     thread. Nothing is sent, because that rank has the same state as rank 0, see `rankup.loop.agreement`. No step and no
     save waits for a second copy, and a failure is only logged, in one line."""

@@ -31,7 +31,7 @@ from rankup.places.place import Place
 from rankup.state import copies
 from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_whole, step_of, verify
 from rankup.state.reading import Copy, newest_whole, read
-from rankup.state.saver import Options, Writing
+from rankup.state.saver import BackgroundTask, Options
 from rankup.timing import FIND_S, UPLOAD_END_S, UPLOAD_STOP_S
 from rankup.urls import is_url
 
@@ -137,7 +137,7 @@ class SecondPlace:
         self.run = ""  # the id of the run that is uploaded
         self.called = self.place.url if required else f"the mirror {self.place.url}"
         self.lease = StoreLease(self.place, lease)
-        self._copying = Writing("upload", math.inf)
+        self._copying = BackgroundTask("upload", math.inf)
         self._waits = False  # an upload is queued; when it begins, it takes the copy that is then the newest
         self._missing: Path | None = None  # the newest copy, while the place lacks it
         self._failing = ""  # the last failure of a mirror, "" while the mirror works

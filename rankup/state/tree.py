@@ -191,7 +191,7 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}{TENSORS}"
 
 
-def place_of(tensor: Any, *, replica: bool = False) -> list[int]:
+def mesh_position(tensor: Any, *, replica: bool = False) -> list[int]:
     """Return this rank's coordinates in the sharded dimensions of a DTensor's mesh: ranks with equal coordinates hold
     equal parts. With `replica`, return the coordinates in the replicated dimensions, which tell such ranks apart."""
     at = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=False)
@@ -202,7 +202,7 @@ def own_parts(tensors: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the plain tensors and DTensors that this rank writes. Of ranks with equal parts, only one writes."""
     return {
         name: tensor for name, tensor in tensors.items()
-        if (not any(place_of(tensor, replica=True)) if hasattr(tensor, "to_local") else rank == 0)
+        if (not any(mesh_position(tensor, replica=True)) if hasattr(tensor, "to_local") else rank == 0)
     }
 
 

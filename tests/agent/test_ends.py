@@ -71,7 +71,7 @@ def test_loss_of_an_agent_is_the_cause_of_those_that_lost_it() -> None:
 def test_ranks_that_stop_for_another_membership_use_up_no_restart(codes: list[int]) -> None:
     """Although one may lose another that left before it."""
     ends = ended(*codes)
-    assert ends.judge(changing=True).code is None
+    assert ends.judge(resizing=True).code is None
     assert (ends.restarts, ends.without_progress) == (1, 0)
 
 
@@ -83,7 +83,7 @@ def test_job_that_was_asked_to_stop_is_not_started_again(codes: list[int], code:
     for changing in (False, True):
         ends = ended(*codes)
         ends.stopped_by = "SIGTERM"
-        assert ends.judge(changing=changing).code == code
+        assert ends.judge(resizing=changing).code == code
 
 
 def test_end_of_a_rank_is_kept_for_its_attempt(tmp_path: Path) -> None:

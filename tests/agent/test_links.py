@@ -61,6 +61,6 @@ def test_an_agent_that_reads_nothing_does_not_keep_a_rank(monkeypatch: pytest.Mo
         listener.bind(name)
         listener.listen(1)
         line = AgentLine({"socket": name, "local_rank": 0}, [].append)
-        assert not line.say("end", cause="x" * 10_000_000)  # it fills the socket
-        assert not line.say("end", cause="short")
+        assert not line.send("end", cause="x" * 10_000_000)  # it fills the socket
+        assert not line.send("end", cause="short")
         line._socket.close()

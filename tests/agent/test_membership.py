@@ -152,7 +152,7 @@ def test_frozen_node_is_left_and_joins_anew_when_it_wakes(tmp_path: Path) -> Non
         nodes.attempt(3, after=second)
         nodes.go()
         assert job.wait() == [0, 0, 0], job.output
-    assert "gave no sign of life" in job.outputs[0]
+    assert "sent no heartbeat" in job.outputs[0]
 
 
 def test_node_that_is_asked_to_leave_ends_nothing_else(tmp_path: Path) -> None:

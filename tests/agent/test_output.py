@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rankup.agent import logs
-from rankup.agent.logs import Output, Pump, RankLog, last_exception
+from rankup.agent.logs import Output, OutputReader, RankLog, last_exception
 from tests.rigs.jobs import ROOT, environment
 
 
@@ -245,7 +245,7 @@ def test_lines_of_ranks_that_ended_leave_no_file_open(tmp_path: Path) -> None:
     """An agent may restart its ranks a thousand times."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        pump = Pump(tmp_path, 0, 2)
+        pump = OutputReader(tmp_path, 0, 2)
         os.write(pump.outputs[0], b"hello\n")
         for output in pump.outputs:
             os.close(output)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from rankup.agent.agent import Agent
+from rankup.agent.coordinator import Coordinator
 from rankup.agent.ends import End
-from rankup.agent.lead import Lead
 from rankup.agent.network import encode
+from rankup.agent.quorum import NONE
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.script import Script
-from rankup.agent.votes import NONE
 from rankup.env.node_env import Limits, NodeEnv
 from tests.rigs.meeting_room import member
 
@@ -28,7 +28,7 @@ def options(tmp_path: Path, text: str) -> Options:
 
 
 def made(tmp_path: Path, say: Any = print, text: str = "import rankup\n") -> Ranks:
-    return Ranks(options(tmp_path, text), say=say, hear_stop=print, begin=asyncio.create_task, finish=print)
+    return Ranks(options(tmp_path, text), send=say, on_stop=print, begin=asyncio.create_task, finish=print)
 
 
 def test_ranks_that_start_at_once_are_not_taken_for_those_that_have_just_ended(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_what_a_rank_said_is_heard_although_the_word_of_its_end_is_read_first(tm
         with socket.socket(socket.AF_UNIX) as rank:
             rank.connect(ranks.links.address)
             rank.sendall(encode("rank", local_rank=0) + encode("end", **End(1, "", 2, "a mistake").message()))
-        await ranks._hear_end(ranks.ranks[0], 2)
+        await ranks._on_rank_end(ranks.ranks[0], 2)
         ranks.links.close()
 
     asyncio.run(scene())
@@ -97,7 +97,7 @@ def test_rank_that_has_said_why_it_fails_is_not_told_to_leave(tmp_path: Path, co
         ranks.server = SimpleNamespace(start_rank=start_rank, signal=send)  # type: ignore[assignment]
         ranks.start({**COMMIT, "n": 1, "restarts": 0, "basis": {"used": ["mine"]}}, token="mine")
         if code is not None:
-            ranks._hear_rank(0, {"is": "end", **End(0, "", code).message()})
+            ranks._on_rank_message(0, {"is": "end", **End(0, "", code).message()})
         leaving = asyncio.create_task(ranks._leave(0.0))
         for _ in range(20):
             await asyncio.sleep(0.001)
@@ -116,7 +116,7 @@ def test_first_membership_is_no_restart_although_a_proposal_before_it_came_to_no
     async def scene() -> None:
         ranks = made(tmp_path)
         ranks.server = SimpleNamespace(start_store=lambda listener: None)  # type: ignore[assignment]
-        lead = Lead(member(0), ranks, places={}, outdone=print)
+        lead = Coordinator(member(0), ranks, places={}, outdone=print)
         lead.leader.basis = {**NONE, "job": job}
         said = await lead._prepare(3)
         assert (said["restarts"], said["again"]) == (restarts, restarts > 0)
@@ -135,7 +135,7 @@ def test_job_goes_on_with_a_run_although_a_member_is_lost_while_that_is_taken(tm
         return go.wait(600)
 
     async def scene() -> None:
-        lead = Lead(member(0), made(tmp_path, text="pass\n"), places={}, outdone=print)
+        lead = Coordinator(member(0), made(tmp_path, text="pass\n"), places={}, outdone=print)
         assert lead.status is not None
         lead.status.take = take  # type: ignore[method-assign]
         lost = asyncio.create_task(lead._prepare(1))
@@ -158,7 +158,7 @@ def test_job_that_is_over_waits_for_ranks_that_still_write_down_what_they_hold(t
         agent, written = Agent(options(tmp_path, "import rankup\n")), asyncio.Event()
         agent._over = asyncio.get_running_loop().create_future()
         agent.ranks._leaving = agent.begin(written.wait())  # type: ignore[arg-type]
-        assert agent._hear_leader({"is": "over", "code": 143, "text": "SIGTERM"})
+        assert agent._on_leader_message({"is": "over", "code": 143, "text": "SIGTERM"})
         for _ in range(20):
             await asyncio.sleep(0)
         assert not agent._over.done()

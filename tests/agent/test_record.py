@@ -20,7 +20,7 @@ import os, signal, sys
 from rankup.agent.record import Record
 record = Record.at(sys.argv[1])
 record.enter("step", 30.0)
-record.give_sign("loop.py:12")
+record.beat("loop.py:12")
 for step in range(1, 1001):
     record.begin(step)
 record.waiting = True
@@ -38,7 +38,7 @@ def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() ->
     record = Record.new(9)
     empty = record.read()
     assert (empty.rank, empty.phase, empty.step, empty.timeout_s) == (9, "start", 0, NO_LIMIT)
-    assert (empty.waiting, empty.finished, empty.signed_s) == (False, False, 0.0)
+    assert (empty.waiting, empty.finished, empty.heartbeat_s) == (False, False, 0.0)
     with subprocess.Popen(
         [sys.executable, "-c", RANK, record.path], env=environment(), cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -55,9 +55,9 @@ def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() ->
     assert process.returncode == -9
     found = record.read()
     assert (found.rank, found.phase, found.step, found.timeout_s) == (9, "step", 1000, 30.0)
-    assert found.sign()["place"] == "loop.py:12"
+    assert found.heartbeat()["location"] == "loop.py:12"
     assert (found.waiting, found.finished) == (True, True)
-    assert empty.entered_s < found.signed_s < found.entered_s
+    assert empty.entered_s < found.heartbeat_s < found.entered_s
 
 
 def test_somebodys_file_under_the_name_of_a_record_stays_as_it_is(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def stop_all(chance: random.Random, members: list[Member]) -> int:
         if event < 0.1 and member.inbox:
             member.take()
         elif event < 0.2 and member.outbox:
-            if agreement.hear(member, step=member.outbox.popleft()):
+            if agreement.answer(member, step=member.outbox.popleft()):
                 for each in members:
                     each.inbox.append(("confirm" if agreement.confirmed else "prepare", agreement.step))
         else:
@@ -192,12 +192,12 @@ def test_refused_step_is_raised_by_twice_the_margin_once_each_member_has_answere
     steps = []
     for furthest in (7, 20, 100):
         for who in ("a", "a", "stranger"):
-            assert not agreement.hear(who, step=furthest)
-        assert agreement.hear("b", step=0)
+            assert not agreement.answer(who, step=furthest)
+        assert agreement.answer("b", step=0)
         steps.append(agreement.step)
     assert steps == [7 + MARGIN, 20 + 2 * MARGIN, 100 + 4 * MARGIN]
     assert not agreement.confirmed
-    assert [agreement.hear(who, step=4) for who in "ab"] == [False, True]
+    assert [agreement.answer(who, step=4) for who in "ab"] == [False, True]
     assert agreement.confirmed
 
 
@@ -229,10 +229,10 @@ def test_phases_add_up_to_the_age_of_the_clock(monkeypatch: pytest.MonkeyPatch) 
 def test_rank_that_is_stopped_does_not_live_because_its_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record.new()
     record.enter("join", since_s=20.0)
-    record.signed_s = 30.0
+    record.heartbeat_s = 30.0
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    assert record.sign()["ago_s"] == 70.0
+    assert record.heartbeat()["ago_s"] == 70.0
     record.enter("step", since_s=90.0)  # it may not have had the time to say more
-    assert record.sign()["ago_s"] == 10.0
-    record.enter("script", since_s=90.0)  # which may know nothing of signs
-    assert record.sign()["ago_s"] == 0.0
+    assert record.heartbeat()["ago_s"] == 10.0
+    record.enter("script", since_s=90.0)  # which may know nothing of heartbeats
+    assert record.heartbeat()["ago_s"] == 0.0

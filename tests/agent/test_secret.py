@@ -20,8 +20,8 @@ from rankup.agent import network
 from rankup.agent.network import NONCE, SECRET_FILE, Link, encode, greeting, listen, prove, read_secret
 from rankup.agent.protocol import Member
 from rankup.errors import UserError
-from tests.agent.test_attendance import fake_leader
 from tests.agent.test_launch import WAITS, add_node
+from tests.agent.test_leader_connection import fake_leader
 from tests.agent.test_membership import Nodes
 from tests.rigs.jobs import Job, ended, free_port, wait_for
 from tests.rigs.meeting_room import BOUND_S, asynchronous
@@ -43,7 +43,7 @@ class Leader:
     def __init__(self) -> None:
         self.port, self.num_let_in = 0, 0
 
-    async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_let_in += 1
         writer.write(encode("leader", over=""))
         try:
@@ -66,7 +66,7 @@ class Leader:
 async def leading() -> AsyncIterator[Leader]:
     """With the secret that the environment names, if any."""
     leader = Leader()
-    server = await listen(leader.attend, ip="127.0.0.1", port=0)
+    server = await listen(leader.accept, ip="127.0.0.1", port=0)
     leader.port = server.sockets[0].getsockname()[1]
     yield leader
     server.close()

@@ -8,7 +8,7 @@ speed. rankup runs by its own command line, with its defaults.
 The speed is that from the end of step --warm-up to the end of the last step, on rank 0's clock. The time of the whole
 command has start, imports and one evaluation in it, and rankup's checkpoint. The entrants take turns, in an order that
 changes with each repeat, so that a machine that is busy for a while slows all of them; ratios are of the same repeat.
-Prints tables, and writes them to --output with all figures. Nothing is asserted here.
+Prints tables, and writes them to --output with all reporting. Nothing is asserted here.
 """
 
 import argparse

@@ -87,7 +87,7 @@ def wrong_hosts_file(case: Case) -> None:
 def test_doctor_names_the_machine_with_a_wrong_hosts_file(cases: dict[str, Case]) -> None:
     first, second = cases["wrong_hosts_file"].said(20, 20)
     assert re.search(r"NOT FIT joined rank 1 of 2 has not joined after \d+ s \(joined: 0 on node0\)", first), first
-    assert "mend: Start the ranks that are named, all with the same MASTER_ADDR" in first
+    assert "mend: Start the missing ranks, with the same MASTER_ADDR" in first
     assert f"NOT FIT joined rank 1 of 2 on node1 could not join within 8 s: master:{PORT} refuses the con" in second
 
 

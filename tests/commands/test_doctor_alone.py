@@ -98,7 +98,7 @@ def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> N
     found = limits(ranks=1, threads=1, root=tmp_path)
     assert [finding.seen for finding in found if finding.level == WARNING] == [
         "300 MiB of memory for 1 ranks",
-        "processes of this container or job killed because the memory was not enough: 2",
+        "processes of this container or job that were killed because memory ran out: 2",
     ]
 
 

@@ -77,7 +77,7 @@ def test_network_that_nccl_took_is_told_and_no_fault() -> None:
         ("nccl-efa-failed", True), ("nccl-sockets", True)}
     report = format_report(found)
     assert report.startswith("nothing wrong was found")
-    assert "NCCL took TCP sockets between nodes" in report
+    assert "NCCL uses TCP sockets between nodes" in report
 
 
 def test_endless_kinds_of_exceptions_of_one_rank_are_bounded_and_hide_no_other_fault() -> None:

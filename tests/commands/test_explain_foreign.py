@@ -150,7 +150,7 @@ def test_report_tells_the_cause_from_what_the_others_suffered(tmp_path: Path) ->
         "            load(image)",
         "        KeyError: 'image_17'",
         "  why   this is the last line of its traceback, or the last line that looks like an error.",
-        "  fix   It is not in the table of known faults. The last lines of its traceback say where it happened.",
+        "  fix   The table of known faults does not have it. The last lines of its traceback say where it happened.",
         "what others suffered from it:",
         "  a peer's connection ended, ranks 0-4, 6-7 on node0, node1 (rank-0.log line 2): "
         "Look for the first rank that failed, in its own log.",

@@ -139,7 +139,7 @@ def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(
         for rank in others:
             assert job.processes[rank].ended.wait(240), job.output
             assert job.processes[rank].code == 171, job.output
-        assert "gave no sign of life for" in job.output
+        assert "sent no heartbeat for" in job.output
         assert_named(job, run, culprit, among=others)
 
 
@@ -150,7 +150,7 @@ def test_rank_0_that_saves_for_long_is_not_silent(forks: Forks, tmp_path: Path) 
 
 
 def accept_little_silence() -> None:
-    timing.SILENT_S = 10.0  # signs come each second
+    timing.SILENT_S = 10.0  # heartbeats come each second
     probe_saves()
 
 

@@ -29,8 +29,8 @@ def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
     return watch
 
 
-def sign(rank: int, *, waiting: bool = True, silent_s: float = 0.0) -> dict[str, Any]:
-    """`silent_s`: so long ago came the last sign, when the deadline passes; 0: one comes whenever somebody asks."""
+def heartbeat(rank: int, *, waiting: bool = True, silent_s: float = 0.0) -> dict[str, Any]:
+    """`silent_s`: how old the last heartbeat is as the deadline passes; 0: one comes whenever somebody asks."""
     return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "silent_s": silent_s}
 
 
@@ -45,27 +45,27 @@ class AlsoAsked(threading.Event):
 
 LOST = {"is": "lost", "ranks": [2], "why": "error: x", "code": 1}
 GONE = {"is": "gone", "why": "its process has ended", "code": 137}
-ALL_WAIT = [sign(rank) for rank in (0, 2, 3)]
+ALL_WAIT = [heartbeat(rank) for rank in (0, 2, 3)]
 
 
-@pytest.mark.parametrize(("heard", "late", "signs", "waiting", "text"), [
+@pytest.mark.parametrize(("heard", "late", "heartbeats", "waiting", "text"), [
     ([LOST, GONE], None, None, True, "rank 2 on node1 (error: x)"),  # the first loss counts
     ([], LOST, ALL_WAIT, True, "rank 2 on node1 (error: x)"),
     ([GONE], None, None, True, "rank 0 on node0 (its process has ended)"),
     ([GONE], None, None, False, "suspected: rank 1 on node0 (the others have left)"),
-    ([], None, [sign(0), sign(2, waiting=False), sign(3, silent_s=9.0)], True,
-     "suspected: rank 3 on node1 (gave no sign of life)"),
-    ([], None, [sign(0), sign(2, waiting=False), sign(3)], True,
+    ([], None, [heartbeat(0), heartbeat(2, waiting=False), heartbeat(3, silent_s=9.0)], True,
+     "suspected: rank 3 on node1 (sent no heartbeat)"),
+    ([], None, [heartbeat(0), heartbeat(2, waiting=False), heartbeat(3)], True,
      "suspected: rank 2 on node1 (is alive, in step at step 7)"),
     ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
     # Stopped a moment before: it still seems to wait, or to be alive
-    ([], None, [sign(0), sign(2), sign(3, silent_s=0.1)], True,
-     "suspected: rank 3 on node1 (gave no sign of life)"),
-    ([], None, [sign(0), sign(2, waiting=False, silent_s=0.1), sign(3)], True,
-     "suspected: rank 2 on node1 (gave no sign of life)"),
+    ([], None, [heartbeat(0), heartbeat(2), heartbeat(3, silent_s=0.1)], True,
+     "suspected: rank 3 on node1 (sent no heartbeat)"),
+    ([], None, [heartbeat(0), heartbeat(2, waiting=False, silent_s=0.1), heartbeat(3)], True,
+     "suspected: rank 2 on node1 (sent no heartbeat)"),
 ])
 def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others_are(
-    heard: list[dict[str, Any]], late: dict[str, Any] | None, signs: list[dict[str, Any]] | None, waiting: bool,
+    heard: list[dict[str, Any]], late: dict[str, Any] | None, heartbeats: list[dict[str, Any]] | None, waiting: bool,
     text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a rank whose deadline has passed. Who else is named, and that none waits for an answer: `test_deadlines`.
@@ -78,26 +78,26 @@ def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others
     monkeypatch.setattr(timing, "ALIVE_S", 0.1)
 
     def say(kind: str) -> bool:
-        """What the others answer to `ask` is `signs`; None: nobody answers. `late`: comes meanwhile."""
+        """What the others answer to `ask` is `heartbeats`; None: nobody answers. `late`: comes meanwhile."""
         if late is not None:
-            watch.hear(late)
-        if signs is not None:
+            watch.on_message(late)
+        if heartbeats is not None:
             late_s = time.monotonic() - passed_s
-            ranks = [{**each, "ago_s": each["silent_s"] and each["silent_s"] + late_s} for each in signs]
+            ranks = [{**each, "ago_s": each["silent_s"] and each["silent_s"] + late_s} for each in heartbeats]
             time.sleep(0.2)  # the answer is on its way
-            watch.hear({"is": "ranks", "ranks": ranks})
-        return signs is not None
+            watch.on_message({"is": "ranks", "ranks": ranks})
+        return heartbeats is not None
 
-    watch.connect(SimpleNamespace(say=say), ["node0", "node0", "node1", "node1"])
+    watch.connect(SimpleNamespace(send=say), ["node0", "node0", "node1", "node1"])
     for message in heard:
-        watch.hear(message)
+        watch.on_message(message)
     assert describe(watch.suspects(overdue=True), watch.hosts) == text
 
 
 def test_the_loop_says_nothing_once_the_thread_that_watches_is_ending_the_process(monkeypatch: pytest.MonkeyPatch):
     watch = watchdog_of(1, waiting=True)
-    watch.connect(SimpleNamespace(say=lambda kind: False), ["node0"] * 4)
-    watch.hear(GONE)
+    watch.connect(SimpleNamespace(send=lambda kind: False), ["node0"] * 4)
+    watch.on_message(GONE)
     monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
     monkeypatch.setattr(watchdog, "leave", lambda *_, **__: None)  # it takes a while
     watch._leave()
@@ -110,16 +110,16 @@ def test_the_loop_says_nothing_once_the_thread_that_watches_is_ending_the_proces
 def test_others_leave_for_a_stop_once_rank_0_has_kept_the_state(monkeypatch: pytest.MonkeyPatch):
     """Else its loop may find first that they are gone, and keep the state in memory alone."""
     watch, left = watchdog_of(1, waiting=True), list[int]()
-    watch.connect(SimpleNamespace(say=lambda kind: False), ["node0"] * 4)
-    watch.protect(SimpleNamespace(keep_for_stop=lambda: "saved"), timeout_s=60.0)
-    monkeypatch.setattr(timing, "LAST_WORD_S", 600.0)
+    watch.connect(SimpleNamespace(send=lambda kind: False), ["node0"] * 4)
+    watch.protect(SimpleNamespace(save_for_stop=lambda: "saved"), timeout_s=60.0)
+    monkeypatch.setattr(timing, "LAST_MESSAGE_S", 600.0)
     monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
     monkeypatch.setattr(watchdog, "leave", lambda code, *_, **__: left.append(code))
     leaving = threading.Thread(target=watch._leave_for_stop, daemon=True)
     leaving.start()
     leaving.join(0.5)
     assert not left
-    watch.hear({**LOST, "ranks": [0], "code": 143})
+    watch.on_message({**LOST, "ranks": [0], "code": 143})
     leaving.join(60.0)
     assert left == [143]
 
@@ -129,7 +129,7 @@ def test_a_stop_ends_no_process_whose_loop_leaves_by_itself(leaves: Any, monkeyp
     watch, left = watchdog_of(1, waiting=True), list[int]()
     monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
     monkeypatch.setattr(watchdog, "leave", lambda code, *_, **__: left.append(code))
-    watch.protect(SimpleNamespace(keep_for_stop=lambda: "kept"), timeout_s=60.0)
+    watch.protect(SimpleNamespace(save_for_stop=lambda: "kept"), timeout_s=60.0)
     leaves(watch)
     watch._leave_for_stop()
     assert left == []
@@ -137,7 +137,7 @@ def test_a_stop_ends_no_process_whose_loop_leaves_by_itself(leaves: Any, monkeyp
 
 def test_the_state_is_kept_once_whoever_looks_for_suspects() -> None:
     watch, kept = watchdog_of(1, waiting=True), list[int]()
-    watch.protect(SimpleNamespace(keep=lambda: kept.append(1)), timeout_s=60.0)
+    watch.protect(SimpleNamespace(rescue=lambda: kept.append(1)), timeout_s=60.0)
     assert (watch.suspects(), watch.suspects(), kept) == ([], [], [1])
 
 

@@ -215,7 +215,7 @@ def localhost(case: Case) -> None:
 # The cable ----------------------------------------------------------------------------------------------------
 
 
-@case(171, ("suspected: rank 1 on node1 (gave no sign of life", "suspected: rank 0 on node0 (gave no sign of life"))
+@case(171, ("suspected: rank 1 on node1 (sent no heartbeat", "suspected: rank 0 on node0 (sent no heartbeat"))
 def pulled_cable(case: Case) -> None:
     case.both("--max-steps", "1000000", "--save-every-steps", "1000000", "--step-timeout-s", "1000")
 

@@ -119,7 +119,7 @@ def failures(begin: Starter, web_server: int) -> dict[str, tuple[int, list[Rank]
             ("", "a second process with RANK=0"),
         ]),
         ("stopped", 170, [
-            ("rank 0 at 127.0.0.1:{port} gave no sign of life for ", "or the process of rank 0 is stopped"),
+            ("rank 0 at 127.0.0.1:{port} sent no heartbeat for ", "or the process of rank 0 is stopped"),
         ]),
         ("double", 170, ["rank 1 was claimed twice: by", "{host} (pid {pid[1]})", "{host} (pid {pid[2]})"]),
         ("sizes", 170, [

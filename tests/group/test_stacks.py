@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rankup.group.stop import compare, in_phase, place_of
+from rankup.group.stop import compare, in_phase, location_in
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
 
@@ -34,13 +34,13 @@ def test_place_names_what_is_called_and_who_calls(stack: list[str], where: str) 
     frames = "".join(f"  File {frame}\n" for frame in stack)
     other = 'Thread 0x7f00 (most recent call first):\n  File "/me/other.py", line 1 in look\n'
     text = f"{other}\nCurrent thread 0x7f01 (most recent call first):\n{frames}"
-    assert place_of(text, "") == place_of(text, "0x7f01") == where
-    assert place_of(text, "0x7f02") is None
+    assert location_in(text, "") == location_in(text, "0x7f01") == where
+    assert location_in(text, "0x7f02") is None
 
 
 LOOKS = """
 import contextlib, gc, sys, threading, time
-from rankup.group.stop import own_place
+from rankup.group.stop import own_location
 
 @contextlib.contextmanager
 def inner():
@@ -53,7 +53,7 @@ def busy(depth):
 def look():
     global over
     for _ in range(100):
-        own_place()
+        own_location()
     over = True
 
 over, watcher = False, threading.Thread(target=look)
@@ -69,7 +69,7 @@ sys.exit(not over)
 
 STARTS = """
 import ctypes, sys, threading
-from rankup.group.stop import own_place
+from rankup.group.stop import own_location
 
 function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: 0)
 start, join = ctypes.CDLL(None).pthread_create, ctypes.CDLL(None).pthread_join
@@ -85,7 +85,7 @@ starters = [threading.Thread(target=start_in_c) for _ in range(3)]
 for each in starters:
     each.start()
 for _ in range(10_000):
-    own_place()
+    own_location()
 over = True
 """
 

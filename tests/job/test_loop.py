@@ -304,7 +304,7 @@ def test_owner_is_looked_at_once_the_result_is_written_and_before_it_is_there(fo
         "import rankup\nfrom pathlib import Path\njob, seen = rankup.init('run'), []\nlook = job.run.owner.check\n"
         "def check():\n    look()\n    seen.extend(each.name for each in Path('run').glob('*result.json*'))\n"
         "job.run.owner.check = check\nfor _ in job.steps(1):\n    with job.step():\n        pass\n"
-        "job.figures.result()\njob.finish()\nprint('seen', *seen)\n"
+        "job.reporting.result()\njob.finish()\nprint('seen', *seen)\n"
     )
     assert re.match(r"\S+result\.json\.\w+", said(ran(forks, tmp_path, text), "seen"))
 

@@ -26,7 +26,7 @@ def test_stop_waits_for_the_end_of_a_change_and_lets_no_other_begin() -> None:
     with guard:
         stop.start()
         stop.join(0.1)
-        guard.progress.step = 1
+        guard.position.step = 1
     stop.join()
     assert steps == [1]
     assert guard._lock.locked()
@@ -83,25 +83,25 @@ def test_host_that_waits_for_the_gpu_has_not_begun_the_change(monkeypatch: pytes
 
     def change() -> None:
         with guard:
-            guard.progress.step += 1
+            guard.position.step += 1
 
     step = threading.Thread(target=change, daemon=True)  # it waits for the lock for ever
     with guard:
-        guard.progress.step = 1
+        guard.position.step = 1
     queue.empty.clear()
     step.start()
     step.join(0.2)
     assert step_at(guard) == 1
     queue.empty.set()
     step.join(0.2)
-    assert guard.progress.step == 1
+    assert guard.position.step == 1
 
 
 def test_process_alone_does_not_wait_for_its_gpu(queue: Queue) -> None:
     guard = CommitLock(Position(), torch.device("cuda"), alone=True)
     queue.empty.clear()
     with guard:
-        guard.progress.step = 1
+        guard.position.step = 1
     assert step_at(guard) == 1
 
 
@@ -112,7 +112,7 @@ def test_change_that_the_gpu_is_not_done_with_is_waited_for(
     monkeypatch.setattr(saving, "CHANGE_S", 3600.0 if ever else 0.1)
     guard = CommitLock(Position(), torch.device("cuda"))
     with guard:
-        guard.progress.step = 1
+        guard.position.step = 1
     queue.behind = True
     if ever:
         threading.Timer(0.1, setattr, (queue, "behind", False)).start()
@@ -160,7 +160,7 @@ def hang() -> None:
 def step(guard: CommitLock, weights: torch.Tensor) -> None:
     with guard:
         weights += 1
-        guard.progress.step += 1
+        guard.position.step += 1
 
 
 @pytest.mark.gpu
@@ -177,7 +177,7 @@ def test_work_that_is_queued_behind_a_hang_does_not_count(
         hang()
     threading.Thread(target=step, args=(guard, weights), daemon=True).start()
     assert step_at(guard) == (None if inside else 2)
-    assert guard.progress.step == 2
+    assert guard.position.step == 2
     if not inside:
         with guard.beside():
             assert weights.cpu().tolist() == [2.0] * 3

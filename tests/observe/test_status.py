@@ -137,7 +137,7 @@ def test_status_shows_the_last_attempts_and_ranks_that_stand_alike_in_a_row(tmp_
         7: {"waiting": True, "for_s": 75.0}, 20: {"seen": time.time() - 3600}, 21: {"host": "there"},
     })
     text = status(run)
-    rows = [re.split("  +", line) for line in text.split("last sign of life\n")[1].split("\n\n")[0].splitlines()]
+    rows = [re.split("  +", line) for line in text.split("last heartbeat\n")[1].split("\n\n")[0].splitlines()]
     assert rows == [
         ["0-6", "here", "12", "step", "now"], ["7", "here", "12", "step, waits for others, for 1 min 15 s", "now"],
         ["8-19", "here", "12", "step", "now"], ["20", "here", "12", "step", "none for 1 h"],
@@ -171,14 +171,14 @@ def test_status_of_all_runs_is_a_line_each_and_the_newest_first(tmp_path: Path) 
     os.utime(tmp_path / "old" / "status.json", (time.time() - 7200,) * 2)
     (tmp_path / "no run").mkdir()
     lines = [re.split("  +", line)[:4] for line in status("--run-dir", tmp_path).splitlines()]
-    assert lines[2][1].startswith("no sign of life for 3 min")
+    assert lines[2][1].startswith("no heartbeat for 3 min")
     del lines[2]
     assert lines == [
         ["run", "state", "step", "speed"], ["training", "running", "12/100", "0.033 images/s"],
         ["old", "failed with exit code 2, 2 h ago"],
     ]
     text = status(tmp_path / "killed")
-    assert "no sign of life for 3 min " in text
+    assert "no heartbeat for 3 min " in text
     assert "left" not in text
     assert re.search(r"^0-39 +here +12 +step +none for 3 min", text, re.MULTILINE)
 

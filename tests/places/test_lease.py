@@ -225,7 +225,7 @@ def test_release_is_seen_while_a_silent_owner_is_watched(tmp_path: Path) -> None
 def test_attempt_that_was_stopped_itself_takes_no_owner_for_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With their whole machine: the owner gives its next sign of life a moment later."""
+    """With their whole machine: the owner gives its next heartbeat a moment later."""
     no_locks()
     owner, pauses = Lease(tmp_path, "first", beat_s=FOR_EVER_S), itertools.count()
     now = SimpleNamespace(s=0.0)

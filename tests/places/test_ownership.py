@@ -125,7 +125,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda number: None)
     monkeypatch.setitem(StoreLease.__init__.__kwdefaults__ or {}, "life_s", 0.02)
     for kind in (Lease, StoreLease):
-        monkeypatch.setattr(kind, "_beat", lambda self: None)  # the attempts below give their signs of life themselves
+        monkeypatch.setattr(kind, "_beat", lambda self: None)  # the attempts below give their heartbeats themselves
     # Each attempt is on a machine of its own: the kernel does not know whether another one is dead
     monkeypatch.setattr("rankup.places.lease.kernel_id", lambda: secrets.token_hex(4))
 
@@ -200,7 +200,7 @@ class AtSecondPlace:
     def __init__(self, folder: Path, url: str, *, required: bool) -> None:
         self.folder, self.url, self.required = folder, url, required
         self.stack = contextlib.ExitStack()  # of the last attempt that began
-        self.looks = 2 if required else 0  # who owns the run, and a sign of life of that owner
+        self.looks = 2 if required else 0  # who owns the run, and a heartbeat of that owner
 
     def open(self, name: str, run_dir: Path) -> SecondPlace:
         return second_place(self.url, run_dir, name, Options(keep=1, save_timeout_s=60.0), required=self.required)

@@ -22,9 +22,9 @@ from PIL import Image
 
 from rankup import timing
 from rankup.agent.agent import Agent
-from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends
-from rankup.agent.meeting import Leader
+from rankup.agent.leader import Leader
+from rankup.agent.leader_connection import LeaderConnection
 from rankup.agent.network import LONGEST, Link, encode
 from rankup.agent.protocol import Member
 from rankup.agent.ranks import Options
@@ -218,8 +218,8 @@ async def read_frames(data: bytes) -> None:
     broken: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
     ends, me = Ends(2, 3, frozenset()), Member("t0", 0, 1, 2, "node0", 1, 9.0)
-    leader = Leader(me, say=lambda text: None, prepare=prepare, hear=hear)
-    await leader.attend(*_said(data))
+    leader = Leader(me, log=lambda text: None, prepare=prepare, on_message=hear)
+    await leader.accept(*_said(data))
     leader.tick()
     assert not broken, broken
 
@@ -257,22 +257,22 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     server = SimpleNamespace(start_rank=lambda *given, **more: None, signal=lambda *given: None, pids={}, ready=ready)
     agent.ranks.server = server  # type: ignore[assignment]
     me = Member("t1", 2, 2, 4, "node1", 1, 0.0)
-    agent.attendance = Attendance(me, agent._find_leader, notice=str, records=agent.ranks.running_records)
+    agent.connection = LeaderConnection(me, agent._find_leader, notice=str, records=agent.ranks.running_records)
     agent.ranks._signal = lambda name, told: getattr(signal, name)  # type: ignore[method-assign]
     heard = []
 
     async def connect() -> Link:
         if heard:
-            raise agent.attendance._failure()
+            raise agent.connection._failure()
         heard.append(Link(*_said(leader)))
-        agent.attendance._link = heard[0]
+        agent.connection._link = heard[0]
         return heard[0]
 
-    agent.attendance._connect = connect  # type: ignore[method-assign]
+    agent.connection._connect = connect  # type: ignore[method-assign]
     try:
-        agent.begin(agent.ranks.links._attend(*_said(rank)))
+        agent.begin(agent.ranks.links._accept(*_said(rank)))
         with contextlib.suppress(JoinError):
-            await agent.attendance.attend(agent._hear_leader)
+            await agent.connection.follow(agent._on_leader_message)
         for _ in range(9):
             await asyncio.sleep(0)
         if agent._over.done():
@@ -280,7 +280,7 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     except JoinError:
         pass
     finally:
-        for task in [*agent._tasks, *agent.attendance._tasks]:
+        for task in [*agent._tasks, *agent.connection._tasks]:
             task.cancel()
     assert not broken, broken
     assert {each.name for each in folder.iterdir()} <= {"leader", "rank", "run"}

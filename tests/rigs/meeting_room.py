@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.meeting import Leader
+from rankup.agent.leader import Leader
 from rankup.agent.network import LONGEST, Link
 from rankup.agent.protocol import Member
 from rankup.env.node_env import Limits
@@ -49,7 +49,7 @@ class Puppet:
     def __init__(self, link: Link, me: Member) -> None:
         self.link, self.me = link, me
 
-    def say(self, kind: str, **values: Any) -> None:
+    def send(self, kind: str, **values: Any) -> None:
         self.link.send(kind, **values)
 
     async def hears(self, kind: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ async def all_hear(kind: str, puppets: Iterable[Puppet]) -> list[dict[str, Any]]
 async def get_ready(puppets: Iterable[Puppet]) -> None:
     """For the proposal that comes next."""
     for puppet in puppets:
-        puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        puppet.send("ready", n=(await puppet.hears("propose"))["n"], problem="")
 
 
 class Room:
@@ -86,8 +86,8 @@ class Room:
         self.heard: asyncio.Queue[tuple[Member, Mapping[str, Any]]] = asyncio.Queue()
         self.prepared: Callable[[int], Awaitable[Mapping[str, Any]]] = self.prepare_nothing
         self.leader = Leader(
-            me, say=self.said.append, prepare=lambda n: self.prepared(n), limits=limits, clock=lambda: self.now_s,
-            hear=lambda member, message: self.heard.put_nowait((member, message)), claim=claim,
+            me, log=self.said.append, prepare=lambda n: self.prepared(n), limits=limits, clock=lambda: self.now_s,
+            on_message=lambda member, message: self.heard.put_nowait((member, message)), claim=claim,
         )
         self.port, self.links, self.attended = 0, list[Link](), 0
 
@@ -97,7 +97,7 @@ class Room:
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.attended += 1
         try:
-            await self.leader.attend(reader, writer)
+            await self.leader.accept(reader, writer)
         except Exception as error:
             self.raised.append(error)
         finally:
@@ -135,17 +135,17 @@ class Room:
 
     async def nothing_is_said_to(self, *puppets: Puppet) -> None:
         for puppet in puppets:  # the leader has read all that they said, as each connection keeps its order
-            puppet.say("mark")
+            puppet.send("mark")
             while (await self.heard.get())[1]["is"] != "mark":
                 pass
         self.leader.tell("mark")
         await all_hear("mark", puppets)
 
     async def pass_time(self, seconds: float, *alive: Puppet) -> None:
-        """In steps, as a process that runs looks at its clock. Those `alive` give a sign of life in each."""
+        """In steps, as a process that runs looks at its clock. Those `alive` send a heartbeat in each."""
         while seconds > 0:
             for puppet in alive:
-                puppet.say("mark")
+                puppet.send("mark")
                 while (await self.heard.get())[1]["is"] != "mark":
                     pass
             self.now_s += min(seconds, 1.0)

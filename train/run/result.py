@@ -97,12 +97,12 @@ def write_result(t: Training, *, seconds: float) -> None:
     if not group.is_rank0:
         return
     table, _ = report(t.tables, workload.classes)
-    metrics, figures = job.figures.metrics, job.figures
+    metrics, reporting = job.reporting.metrics, job.reporting
     if table:
         metrics.text("eval/confusion", f"```\n{table}\n```", step=job.step_number)
     method = method_name(config, group.world_size)
     metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
-    result = figures.result(
+    result = reporting.result(
         steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
         digest=weights.digest(state), data=workload.data_name, parallel=method,
     )
@@ -111,7 +111,7 @@ def write_result(t: Training, *, seconds: float) -> None:
         f"{workload.unit}/s": f"{result[f'{workload.unit}_per_s']:,.0f} (training alone)",
         "seconds": f"{result['seconds']:.1f}",
         "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
-        "goodput": figures.goodput_line(result["goodput"]),
+        "goodput": reporting.goodput_line(result["goodput"]),
         "weights digest": result["digest"][:16],
         "outputs": f"{result['run']}/ (result.json, checkpoints/{', tensorboard/' if board else ''})",
     }

@@ -38,7 +38,7 @@ def open_run_directory(config: Config, group: Group, method: Method, *, fresh: b
     )
     with rankup.open_job(group, settings) as job:
         if not job.run.finished:
-            group.on_rank0(lambda: job.figures.write("config.yaml", to_yaml(config)))
+            group.on_rank0(lambda: job.reporting.write("config.yaml", to_yaml(config)))
         yield job
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rankup.errors import Stopped, UserError, disk_errors
 from rankup.group.group import Group
-from rankup.observe.goodput import Course, Reporter, one_line, speed
+from rankup.observe.goodput import Reporter, TrainingProgress, one_line, speed
 from rankup.observe.metrics import Metrics, Position, entry
 from rankup.observe.stragglers import RankReports, StepClock
 from rankup.observe.tracker import Facts, Tracker
@@ -27,7 +27,7 @@ FORMAT = 9
 OVER = -1  # stands for the number of batches of a pass that has ended; its loader's state belongs to the next pass
 
 
-class Live:
+class LoopState:
     """The position of the loop, newer than the last commit, and what the loop still has to repeat after a resume.
 
     `streams`, `loaders`: as in `Position`. `begun`: the `Batches` of these loaders. `sources`: by number, the sources
@@ -105,15 +105,15 @@ class Settings(Options):
     shown: dict[str, Any] = field(default_factory=dict)
 
 
-class Figures:
-    """The figures of one attempt. `course`: the progress of the training. `clock`: how this rank's steps spend their
+class Reporting:
+    """The figures of one attempt. `progress`: the progress of the training. `clock`: how this rank's steps spend their
     time. `metrics`: the metrics files. `goodput_line`: a function that puts a result's goodput into words."""
 
     goodput_line = staticmethod(one_line)
 
     def __init__(self, group: Group, run: Run, settings: Settings, position: Position) -> None:
         self.group, self.run, self._settings, self._position = group, run, settings, position
-        self.course = course = Course(position, position.step)
+        self.progress = progress = TrainingProgress(position, position.step)
         self.metrics = Metrics(None, position, saved=position, tensorboard=False)
         self.clock = StepClock(group.device, world_size=group.world_size)
         self._reports = RankReports(group, self.clock, step=position.step)
@@ -122,7 +122,7 @@ class Figures:
         if group.is_rank0 and run.finished:
             self._follow()  # the tracker may lack values of the finished run
         elif group.is_rank0:
-            self._reporter = Reporter(group, run.lineage.run, course)
+            self._reporter = Reporter(group, run.lineage.run, progress)
 
     def open(self, commit: dict[str, Any], *, changed: bool) -> None:
         """Continue the files of the run, which this attempt owns. Rank 0 only. `commit`: the agents' commit, if nodes
@@ -166,8 +166,8 @@ class Figures:
             self._reports.load = self.group.gather(weight)
         means = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
         named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
-        per_s = speed(self.group, self.course, number)
-        return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s})
+        per_s = speed(self.group, self.progress, number)
+        return entry(number, {**named, f"train/{self.progress.unit}_per_s": per_s})
 
     def result(self, **values: Any) -> dict[str, Any]:
         """Write `result.json` of a finished run, with the usual fields and `values`, and return all of it. Rank 0 only.
@@ -176,7 +176,7 @@ class Figures:
         assert self._reporter is not None
         result = {
             "attempt": group.attempt, "run": run.owner.where, "step": position.step, "metrics": position.metrics or {},
-            f"{self.course.unit}_per_s": round(speed(group, self.course, position.step), 1),
+            f"{self.progress.unit}_per_s": round(speed(group, self.progress, position.step), 1),
             "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": VERSIONS,
             "goodput": self._reporter.goodput(), **values,
         }

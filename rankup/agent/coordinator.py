@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankup import timing
-from rankup.agent.attendance import who_leads
 from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, new_job
-from rankup.agent.meeting import Leader
+from rankup.agent.leader import Leader
+from rankup.agent.leader_connection import who_leads
 from rankup.agent.network import in_thread, open_port
 from rankup.agent.processes import within
 from rankup.agent.protocol import KILLED, SHARED, Member
@@ -46,7 +46,7 @@ async def id_of(shared_dir: str) -> str:
         raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
 
 
-class Lead:
+class Coordinator:
     """The leader's part of an agent, from the time when the agent is elected until it ends or another one leads."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Lead:
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
         self.begin = ranks.begin
         self.leader = Leader(
-            me, say=log.info, prepare=self._prepare, hear=self._hear, limits=self.limits, outdone=outdone,
+            me, log=log.info, prepare=self._prepare, on_message=self._on_message, limits=self.limits, outdone=outdone,
             claim=self._claim if me.settings.get(SHARED) else None,
         )
         self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
@@ -87,14 +87,14 @@ class Lead:
         while len(self.leader.seats.members) > 1 and time.monotonic() < until_s:
             await asyncio.sleep(timing.POLL_S)
         if self.status is not None:
-            within(timing.LAST_WORD_S, self.status.held.close)
+            within(timing.LAST_MESSAGE_S, self.status.held.close)
 
     async def _report(self, status: ScriptStatus) -> None:
         while True:
             await asyncio.sleep(timing.REPORT_S)
             if status.owner is not None and (self.leader.running or self.limits is not None):
-                report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
-                await in_thread(report)  # a thread, because the disk may hang
+                ranks, nodes = self.leader.heartbeats(), self.leader.nodes()  # the disk may hang: a thread writes
+                await in_thread(functools.partial(status.report, heartbeats=ranks, nodes=nodes))
 
     async def _call(self) -> None:
         """Call nodes that are not connected, every CALL_S. A network cut or a restarted node 0 may have made a second
@@ -124,7 +124,7 @@ class Lead:
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """Return what a commit says besides its members. If the job ends instead, wait to be cancelled."""
-        verdict = await self._blame(self.ends.judge(changing=self.leader.changing))
+        verdict = await self._blame(self.ends.judge(resizing=self.leader.resizing))
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
@@ -168,7 +168,7 @@ class Lead:
             await asyncio.Event().wait()  # `leave_out` has dropped the proposal, which cancels this task
         return Verdict(verdict.cause.code, f"{why}, and too few nodes are left without that one")
 
-    def _hear(self, member: Member, message: Mapping[str, Any]) -> None:
+    def _on_message(self, member: Member, message: Mapping[str, Any]) -> None:
         if message["is"] == "ending":
             self.leader.lose_by(member, message)
         elif message["is"] == "end":
@@ -177,7 +177,7 @@ class Lead:
             if end.code:
                 self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
             elif was_last and self.leader.running:
-                verdict = self.ends.judge(changing=self.leader.changing)
+                verdict = self.ends.judge(resizing=self.leader.resizing)
                 if verdict.code is None:  # the ranks stopped for a change of nodes; a script may end with 0 then
                     self.leader.lose(member, "nodes change", ranks=[end.rank])
                 else:

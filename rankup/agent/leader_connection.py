@@ -15,8 +15,8 @@ from typing import Any
 from rankup import timing
 from rankup.agent.network import Link, greeting, open_port, read_secret
 from rankup.agent.protocol import KILLED, LEADERS, Member, fits
+from rankup.agent.quorum import NONE, Basis, age, knowledge, same_job
 from rankup.agent.record import Record
-from rankup.agent.votes import NONE, Basis, age, knowledge, same_job
 from rankup.env.node_env import NodeEnv
 from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
@@ -26,10 +26,10 @@ CROWD = 8  # members of a job with more ranks retry less often, because one mach
 HINT = "On all ranks, MASTER_ADDR and MASTER_PORT, or the file, must be those of rank 0."
 
 
-class Attendance:
+class LeaderConnection:
     """This member's connection to the leader. If it is lost, the member connects again until its time to join is over.
 
-    `problem`: why there is no membership yet. `basis`: the newest basis that the leader has sent, see `votes`. If the
+    `problem`: why there is no membership yet. `basis`: the newest basis that the leader has sent, see `quorum`. If the
     number of nodes is fixed, only its `n` means anything."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Attendance:
     ) -> None:
         """`find_leader`: returns the leader's host and port, which may change, or raises an OSError that says why none
         is there yet. `notice`: prints what this member waits for, every NOTICE_S. `records`: the records of this
-        member's running ranks, by rank. `silent_s`: the leader is lost after this many seconds without a sign of life.
+        member's running ranks, by rank. `silent_s`: the leader is lost after this many seconds without a heartbeat.
         `warm`: whether the fork server has imported torch already, so that ranks start at once."""
         self.basis: Basis = NONE
         self._silent_s, self._warm, self._records = silent_s, warm, records
@@ -55,7 +55,7 @@ class Attendance:
         self._next_member: list[Any] | None = None  # ip, port and name
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def say(self, kind: str, **values: Any) -> bool:
+    def send(self, kind: str, **values: Any) -> bool:
         """Send a message to the leader. Returns False while no leader is connected."""
         if self._link is not None:
             self._link.send(kind, **values)
@@ -67,9 +67,9 @@ class Attendance:
         if self._link is not None and n == self.basis["n"]:
             self._start(self._try_route(self._link, n))
 
-    async def attend(self, hear: Callable[[dict[str, Any]], object]) -> None:
-        """Take part until `hear` returns true. `hear` receives each message of the leader: propose, commit, lost, ...
-        If the leader itself is lost, `hear` receives "gone" (with `why`), and this looks for a leader again.
+    async def follow(self, on_message: Callable[[dict[str, Any]], object]) -> None:
+        """Take part until `on_message` returns true. It receives each message of the leader: propose, commit, lost, ...
+        If the leader itself is lost, `on_message` receives "gone" (with `why`), and this looks for a leader again.
 
         Raises JoinError if `me.left_s` seconds after the start, or after the loss of the last membership, no leader
         answers. A leader that answers decides itself how long to wait, because it knows who is missing.
@@ -80,7 +80,7 @@ class Attendance:
                 link = await self._connect()
                 watch = self._start(self._watch(link))
                 while (message := await self._next(link)) is not None:
-                    if self._take(link, message) and hear(message):
+                    if self._take(link, message) and on_message(message):
                         return
                 lost = {"why": watch.result()} if watch.done() else {"why": "its process has ended", "code": KILLED}
                 watch.cancel()
@@ -92,7 +92,7 @@ class Attendance:
                         self.problem = f"rank 0 at {self._leader} {lost['why']}: {stopped}"
                     raise self._failure()
                 self._leave_membership()
-                if hear({"is": "gone", **lost}):
+                if on_message({"is": "gone", **lost}):
                     return
                 await asyncio.sleep(timing.PAUSE_S)
         finally:
@@ -122,7 +122,7 @@ class Attendance:
         return task
 
     def _take(self, link: Link, message: dict[str, Any]) -> bool:
-        """Handle what a message means for the meeting. Returns whether `hear` gets the message too."""
+        """Handle what a message means for the meeting. Returns whether `on_message` gets the message too."""
         kind = message["is"]
         if kind == "waiting":
             self.problem = message["text"]
@@ -211,20 +211,20 @@ class Attendance:
         return link
 
     async def _watch(self, link: Link) -> str:
-        """Send signs of life until the leader sends none for too long. Returns why the leader counts as lost."""
+        """Send heartbeats until the leader sends none for too long. Returns why the leader counts as lost."""
         looked_s = self._clock()
         while True:
-            signs = [record.read().sign() for record in self._records().values()]
-            link.send("alive", ranks=signs, warm=self._warm())
+            heartbeats = [record.read().heartbeat() for record in self._records().values()]
+            link.send("alive", ranks=heartbeats, warm=self._warm())
             await asyncio.sleep(timing.ALIVE_S)
             now_s = self._clock()
             if now_s - looked_s > timing.ALIVE_S + min(timing.FROZEN_S - timing.ALIVE_S, self._silent_s / 2):
                 self._heard_s = now_s  # this process was frozen itself, and could not hear the leader
             looked_s, silent_s = now_s, now_s - self._heard_s
-            is_over = now_s > self._until_s + timing.LAST_WORD_S and silent_s > timing.BUSY_S
+            is_over = now_s > self._until_s + timing.LAST_MESSAGE_S and silent_s > timing.BUSY_S
             if silent_s > self._silent_s or is_over:
                 link.close(at_once=True)
-                return f"gave no sign of life for {silent_s:.0f} s"
+                return f"sent no heartbeat for {silent_s:.0f} s"
 
     # The route to the next member ---------------------------------------------------------------------------------
 
@@ -273,13 +273,15 @@ def explain(error: OSError, host: str, port: int) -> str:
 # Who leads an elastic job ---------------------------------------------------------------------------------------------
 
 
-async def elect(attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int] | None) -> tuple[str, int] | None:
+async def elect(
+    connection: LeaderConnection, node: NodeEnv, elsewhere: tuple[str, int] | None
+) -> tuple[str, int] | None:
     """Return the leader's address, or None if this member must lead. The first member of the last membership that
     answers leads. `elsewhere`: the address of an agent that has said it leads. Raises OSError if the caller must retry.
 
     All members search at the same time. Each one therefore asks only a few at once, in the order in which members lead.
     Only a member that is about to lead asks all of them."""
-    basis, me, master = attendance.basis, attendance.me, (node.master_addr, node.master_port)
+    basis, me, master = connection.basis, connection.me, (node.master_addr, node.master_port)
     said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
     # Port 0 says that this member does not lead. A new node 0 that hears it learns that the job exists
     words = {**knowledge(basis, me.token), "port": 0}

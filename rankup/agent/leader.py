@@ -1,8 +1,8 @@
 """How the leader runs the meeting: it accepts members, names missing ones and finds lost ones. Imports no torch.
 
 The kernel closes the connections of a process that ends, so the leader learns of its loss at once. A process that is
-stopped or unreachable is found by its silence. `protocol` describes the messages, `attendance` is a member's part in
-the meeting, `membership` decides on memberships, and `record` makes all ranks stop before the same step.
+stopped or unreachable is found by its silence. `protocol` describes the messages, `leader_connection` is a member's
+part in the meeting, `membership` decides on memberships, and `record` makes all ranks stop before the same step.
 
 If a newcomer is needed in an elastic job, whose number of nodes may change, all ranks save and stop before one step.
 """
@@ -17,7 +17,7 @@ from rankup import timing
 from rankup.agent.membership import ENDED, Memberships
 from rankup.agent.network import Link, encode
 from rankup.agent.protocol import BASIS, LEADS, Member, Seat, by_host, describe_missing, fits
-from rankup.agent.votes import NONE, age, electorates, knowledge, recount, same_job, without
+from rankup.agent.quorum import NONE, age, electorates, knowledge, recount, same_job, without
 from rankup.env.rank_env import ranges
 
 
@@ -43,13 +43,13 @@ class Leader(Memberships):
             }
         return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
 
-    def signs(self) -> list[dict[str, Any]]:
-        """Return the newest sign of life of each rank with its `host`, by rank. `ago_s` is how many seconds ago the
+    def heartbeats(self) -> list[dict[str, Any]]:
+        """Return the newest heartbeat of each rank with its `host`, by rank. `ago_s` is how many seconds ago the
         rank gave it. It is a duration, because the clocks of two machines may differ."""
         now_s = self._clock()
         rows = [
-            {**sign, "host": seat.member.host, "ago_s": sign["ago_s"] + now_s - seat.signed_s}
-            for seat in self.seats.values() for sign in seat.signs
+            {**heartbeat, "host": seat.member.host, "ago_s": heartbeat["ago_s"] + now_s - seat.heartbeat_s}
+            for seat in self.seats.values() for heartbeat in seat.heartbeats
         ]
         return sorted(rows, key=lambda row: int(row["rank"]))
 
@@ -75,8 +75,8 @@ class Leader(Memberships):
 
     # New members ------------------------------------------------------------------------------------------------------
 
-    async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection, as the callback of `asyncio.start_server(leader.attend, ..., limit=LONGEST)`."""
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection, as the callback of `asyncio.start_server(leader.accept, ..., limit=LONGEST)`."""
         # The event loop cancels this task when it ends. Python 3.11 prints a traceback if CancelledError passes on
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(Link(reader, writer)) as link:
             link.send("leader", over=self.over, **self.greeting())
@@ -126,7 +126,7 @@ class Leader(Memberships):
         return member
 
     async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:
-        """Give a newcomer its seat once no other member holds its ranks. If the holder still gives signs of life, the
+        """Give a newcomer its seat once no other member holds its ranks. If the holder still sends heartbeats, the
         newcomer is turned away. If the holder is silent, `tick` removes it in the end.
 
         Raises ConnectionError if the job is over before."""
@@ -137,7 +137,7 @@ class Leader(Memberships):
             for rival in rivals:
                 if rival.member.token == member.token:
                     self._remove(rival.link, "its connection was cut")
-                elif rival.signed_s > came_s:
+                elif rival.heartbeat_s > came_s:
                     claims = f"rank {member.first_rank} was claimed twice: by {rival.member.who} and by {member.who}"
                     hint = "Or another job uses this port, or an earlier attempt does not end."
                     self._turn_away(link, member, f"{claims}. Give each process a RANK of its own. {hint}")
@@ -169,8 +169,8 @@ class Leader(Memberships):
                     self._all_ready.set()
         elif kind == "alive":
             seat.warm = message.get("warm") is not False
-            seat.signed_s, seat.signs = seat.heard_s, [
-                {**sign, "rank": int(sign["rank"]), "ago_s": float(sign["ago_s"])} for sign in message.get("ranks", [])
+            seat.heartbeat_s, seat.heartbeats = seat.heard_s, [
+                {**each, "rank": int(each["rank"]), "ago_s": float(each["ago_s"])} for each in message.get("ranks", [])
             ]
         elif kind == "ask":
             if not self._asking:
@@ -186,17 +186,17 @@ class Leader(Memberships):
             pass  # members can't report losses, and messages of other memberships are dropped
         elif kind == "standing":
             step, stop = int(message["step"]), self._stop
-            if stop is not None and stop.hear(link, step=step):
+            if stop is not None and stop.answer(link, step=step):
                 self.tell("confirm" if stop.confirmed else "prepare", n=self._formed, stop=stop.step)
         else:
             if kind == "end" and message["code"] == 0:
                 seat.finished.add(message["rank"])
-            self._hear(seat.member, message)
+            self._on_message(seat.member, message)
 
     def _answer(self) -> None:
         """Answer all "ask" messages at once: when a deadline passes, all ranks ask where the others are, repeatedly."""
         asked, self._asking = self._asking, set()
-        data = encode("ranks", ranks=self.signs(), nodes=self.nodes())
+        data = encode("ranks", ranks=self.heartbeats(), nodes=self.nodes())
         for link in asked:
             link.write(data)
 
@@ -216,13 +216,13 @@ class Leader(Memberships):
             self.tick()
 
     def tick(self) -> None:
-        """Send signs of life, remove silent members, check the deadline to join, and tell members who is missing."""
+        """Send heartbeats, remove silent members, check the deadline to join, and tell members who is missing."""
         now_s, silent_s = self._clock(), timing.SILENT_S if self._limits is None else self._limits.silent_s
         for seat in list(self.seats.values()):
             if now_s - self._ticked_s > min(timing.FROZEN_S, silent_s / 2):
                 seat.heard_s = now_s  # this process was frozen itself, and could hear nobody
             elif now_s - seat.heard_s > silent_s:
-                self._remove(seat.link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
+                self._remove(seat.link, f"sent no heartbeat for {now_s - seat.heard_s:.0f} s")
         self._ticked_s = now_s
         if now_s - self._beat_s >= timing.ALIVE_S:
             self._beat_s = now_s
@@ -247,7 +247,7 @@ class Leader(Memberships):
         if all(each.leaves for each in self.seats.values()):
             for each in self.seats.values():
                 each.unfit = ""  # all nodes take part to the end, and report how their ranks end
-            self._hear(seat.member, {"is": "stop", "signal": "SIGTERM"})
+            self._on_message(seat.member, {"is": "stop", "signal": "SIGTERM"})
         elif seat in self._chosen and self.running:
             self._change()
         elif seat in self._chosen:
@@ -255,13 +255,13 @@ class Leader(Memberships):
 
     def _change(self) -> None:
         """Make the ranks stop for another membership."""
-        if not self.changing:
-            self.changing = True
+        if not self.resizing:
+            self.resizing = True
             self.stop("SIGTERM", change=True)
 
     def _look_for_change(self) -> None:
         """Give spares a vote, and make the ranks stop if newcomers are needed. Take those within GATHER_S together."""
-        if self.changing or self._limits is None:
+        if self.resizing or self._limits is None:
             return
         spares = [seat.member.token for seat in self.seats.values() if seat not in self._chosen and not seat.leaves]
         knowing = {seat.member.token for seat in self.seats.values() if seat.has >= age(self.basis)}

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from rankup import timing
-from rankup.agent import attendance
+from rankup.agent import leader_connection
 from rankup.agent.network import LONGEST, encode
 from rankup.agent.protocol import describe_missing, differences
-from rankup.agent.votes import NONE, claims, outvoted, without
+from rankup.agent.quorum import NONE, claims, outvoted, without
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, UserError
 from rankup.timing import FOUND_S, NOTICE_S
@@ -145,7 +145,7 @@ async def test_membership_that_was_committed_is_newer_than_a_proposal_of_the_sam
         puppets = [await there.enter(member(0, of=5), n=7, basis=basis(2, 2))]
         await there.pass_time(FOUND_S + 1, *puppets)
         proposed = (await puppets[0].hears("propose"))["basis"]
-        puppets[0].say("ready", n=8, problem="")
+        puppets[0].send("ready", n=8, problem="")
         committed = (await puppets[0].hears("commit"))["basis"]
         there.leader.lose(there.leader.seats.members[0], "its script ended")
     async with room(member(1, of=5), ANY) as there:
@@ -183,7 +183,7 @@ async def test_spares_know_a_proposal_before_it_is_committed_and_take_nobodys_pl
         await get_ready(used)
         n = (await spare.hears("propose"))["n"]
         await here.nothing_is_said_to(*used)
-        spare.say("ready", n=n, problem="")
+        spare.send("ready", n=n, problem="")
         said = (await used[0].hears("commit"))["basis"]
         assert (said["used"], said["voters"]) == (["token0", "token2"], ["token0", "token2", "token1"])
 
@@ -216,11 +216,11 @@ async def test_ranks_do_not_stop_for_a_newcomer_that_still_imports():
         await here.pass_time(FOUND_S + 1, first)
         await here.agree([first])
         new = await here.enter(member(1, of=2))
-        new.say("alive", ranks=[], warm=False)
+        new.send("alive", ranks=[], warm=False)
         await here.pass_time(3.0, first)
-        assert not here.leader.changing
-        new.say("alive", ranks=[], warm=True)
-        await until(lambda: [here.leader.tick(), here.leader.changing][1])
+        assert not here.leader.resizing
+        new.send("alive", ranks=[], warm=True)
+        await until(lambda: [here.leader.tick(), here.leader.resizing][1])
 
 
 @pytest.mark.parametrize("most", [1, 3])
@@ -241,7 +241,7 @@ async def test_node_that_differs_and_comes_while_the_job_begins_is_turned_away_a
         await get_ready([first])
         await begun.wait()
         wrong = await here.enter(member(1, of=2), settings={"script": "\x1b" + "b" * 300})
-        wrong.say("alive", ranks=[], warm=True)
+        wrong.send("alive", ranks=[], warm=True)
         await until(lambda: len(here.leader.seats.members) == 2)
         prepared.set()
         said = await wrong.hears("over")
@@ -260,7 +260,7 @@ async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on(monkeypat
     async with room(limits=Limits(2, 3, wait_s=2.0)) as here:
         puppets = await here.three()
         for puppet, problem in zip(puppets, ("no route to node1", "", "no answer from node0"), strict=True):
-            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
+            puppet.send("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
         assert (await puppets[2].hears("left_out"))["why"] == "no route to node1"  # never the one that leads
         await here.pass_time(FOUND_S + 1, *puppets)
         said = await here.agree(puppets[:2])
@@ -271,9 +271,9 @@ async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on(monkeypat
         again = await here.enter(member(2, token="again"))
         await again.hears("spare")
         await here.pass_time(timing.RETURN_S - 1, *puppets[:2], again)
-        assert not here.leader.changing
+        assert not here.leader.resizing
         await here.pass_time(2.0, *puppets[:2], again)
-        assert here.leader.changing
+        assert here.leader.resizing
     assert "node2" in here.said[0]
 
 
@@ -288,7 +288,7 @@ async def test_lost_spare_disturbs_nobody_and_has_a_vote_until_the_others_know_t
         assert here.leader.nodes()[2]["state"] == "new"
         for v in range(1, 4):
             for puppet in puppets:
-                puppet.say("has", n=1, v=v)
+                puppet.send("has", n=1, v=v)
             await here.pass_time(0.5, *puppets, spare)
         assert here.leader.nodes()[2]["state"] == "spare"
         spare.vanish()
@@ -339,9 +339,9 @@ async def test_job_that_runs_goes_on_where_the_leader_that_was_cut_off_comes_bac
             return {**theirs, "over": ""}
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attendance, "who_leads", who_leads)
+            patch.setattr(leader_connection, "who_leads", who_leads)
             one = SimpleNamespace(basis=proposed, me=member(0, of=5))
-            assert await attendance.elect(one, NodeEnv(), ("10.0.0.1", 1)) is not None
+            assert await leader_connection.elect(one, NodeEnv(), ("10.0.0.1", 1)) is not None
 
 
 @asynchronous
@@ -349,7 +349,7 @@ async def test_nodes_that_all_leave_are_those_of_the_membership_that_ends_the_jo
     async with room(limits=Limits(1, 3, wait_s=0.0)) as here:
         puppets = await here.job()
         for puppet in puppets:
-            puppet.say("leaving")
+            puppet.send("leaving")
         while (await here.heard.get())[1]["is"] != "stop":
             pass
         here.leader.lose(here.leader.seats.members[1], "SIGTERM")
@@ -362,7 +362,7 @@ async def test_nodes_that_all_leave_are_those_of_the_membership_that_ends_the_jo
 async def test_leader_that_leaves_chooses_nobody():
     async with room(limits=Limits(1, 3, wait_s=0.0)) as here:
         puppets = await here.job()
-        puppets[0].say("leaving")
+        puppets[0].send("leaving")
         await all_hear("stop", puppets), await all_hear("prepare", puppets)
         here.leader.lose(here.leader.seats.members[1], "SIGTERM")
         await all_hear("lost", puppets)
@@ -385,12 +385,12 @@ async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
         text = "2 of at least 2 nodes are here, 1 of them still importing torch (lost: rank 1 on node1 (pid 1001): "
         for puppet in (puppets[0], new):
             assert (await puppet.hears("waiting"))["text"].startswith(text)
-        puppets[0].say("alive", ranks=[], warm=False)  # there is no other that leads
-        new.say("alive", ranks=[], warm=True)
+        puppets[0].send("alive", ranks=[], warm=False)  # there is no other that leads
+        new.send("alive", ranks=[], warm=True)
         await here.pass_time(1.0, puppets[0], new)
         n = (await new.hears("propose"))["n"]
         assert (await puppets[0].hears("propose"))["n"] == n
-        puppets[0].say("ready", n=n, problem="")
+        puppets[0].send("ready", n=n, problem="")
         await here.pass_time(NOTICE_S, puppets[0], new)
         late = "all 2 ranks have joined, but after 20 s some still import torch or wait for earlier ranks to end"
         for puppet in (puppets[0], new):
@@ -408,14 +408,14 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
         said = {"token": alive.get(ip), "over": "this node does not lead", "n": 7, "formed": 7, "job": "job"}
         return said if ip in alive else None
 
-    monkeypatch.setattr(attendance, "who_leads", who_leads)
+    monkeypatch.setattr(leader_connection, "who_leads", who_leads)
     known = [[f"token{node}", f"10.0.0.{node}", 1, f"node {node}"] for node in range(64)]
     last = {"known": known, "n": 7, "v": 0, "job": "job"}
 
     def elect(node: int) -> tuple[str, int] | None:
         asked.clear()
         one = SimpleNamespace(basis=last, me=member(node, of=64))
-        return asyncio.run(attendance.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
+        return asyncio.run(leader_connection.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
 
     for node in (3, 63):
         with pytest.raises(ConnectionError, match="node 2 should lead, but does not lead yet"):
@@ -434,9 +434,9 @@ def test_who_leads_another_job_or_knows_less_or_is_the_member_itself_is_not_foll
     async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> dict[str, Any] | None:
         return {"token": "new", "over": "", "n": 7, "formed": 7, "job": "job", **said} if ip == "10.0.0.0" else None
 
-    monkeypatch.setattr(attendance, "who_leads", who_leads)
+    monkeypatch.setattr(leader_connection, "who_leads", who_leads)
     one = SimpleNamespace(basis=basis(2, 2), me=member(1))
-    found = asyncio.run(attendance.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
+    found = asyncio.run(leader_connection.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
     assert found == (("10.0.0.0", 1) if leads else None)
 
 
@@ -453,9 +453,9 @@ async def test_a_member_that_goes_voids_the_proposal():
         puppets[0] = await here.enter(member(0, token="again"))
         for puppet, n in zip(puppets, (2, 1, 2), strict=True):  # what it says of an earlier one does not count
             assert (await puppet.hears("propose"))["n"] == 2
-            puppet.say("ready", n=n, problem="")
+            puppet.send("ready", n=n, problem="")
         await here.nothing_is_said_to(*puppets)
-        puppets[1].say("ready", n=2, problem="")
+        puppets[1].send("ready", n=2, problem="")
         assert [(await puppet.hears("commit"))["n"] for puppet in puppets] == [2, 2, 2]
 
 
@@ -513,7 +513,7 @@ async def test_a_route_to_a_member_that_is_ending_is_no_reason_to_refuse_the_oth
     async with room() as here:
         puppets = await here.three()
         for puppet, problem in zip(puppets, ["1 refuses", "", ""], strict=True):
-            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
+            puppet.send("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
         puppets[1].vanish()
         puppets[1] = await here.enter(member(1, token="again"))
         await here.agree(puppets)
@@ -605,7 +605,7 @@ async def test_a_rank_that_comes_again_takes_the_place_of_its_frozen_process():
         await here.pass_time(timing.SILENT_S + 1, first, last)
         await frozen.is_cut()
         for puppet in (first, last):
-            assert (await puppet.hears("lost"))["why"].startswith("gave no sign of life for ")
+            assert (await puppet.hears("lost"))["why"].startswith("sent no heartbeat for ")
         await here.agree([first, again, last])
 
 
@@ -671,7 +671,7 @@ async def test_no_membership_is_prepared_once_it_is_over():
         here.leader.end("", code=143)
         await all_hear("over", puppets)
         for puppet in puppets:
-            puppet.say("ready", n=1, problem="")
+            puppet.send("ready", n=1, problem="")
         await here.nothing_is_said_to(*puppets)
     assert not prepared
 
@@ -682,11 +682,11 @@ async def test_a_member_whose_ranks_have_all_finished_may_go():
         puppets = [await here.enter(member(2, of=3)), await here.enter(member(0, of=3, num_ranks=2))][::-1]
         hosts = [["node0", 2], ["node2", 1]]
         assert await here.agree(puppets) == {"is": "commit", "n": 1, "ip": "127.0.0.1", "job": "job1", "hosts": hosts}
-        puppets[1].say("end", n=1, rank=2, code=0)
+        puppets[1].send("end", n=1, rank=2, code=0)
         puppets[1].vanish()
         await until(lambda: len(here.leader.seats.members) == 1)
         assert here.leader.running
-        puppets[0].say("end", n=1, rank=0, code=0)
+        puppets[0].send("end", n=1, rank=0, code=0)
         puppets[0].vanish()  # before rank 1 has finished
         await until(lambda: not here.leader.running)
 
@@ -695,7 +695,7 @@ async def test_a_member_whose_ranks_have_all_finished_may_go():
 async def test_neither_an_end_nor_an_agreement_on_a_step_to_stop_at_counts_in_the_next_membership():
     async with room() as here:
         puppets = await here.job()
-        puppets[1].say("end", n=1, rank=1, code=0)
+        puppets[1].send("end", n=1, rank=1, code=0)
         await here.heard.get()
         for _ in range(2):
             here.leader.stop("SIGUSR1")
@@ -717,9 +717,9 @@ async def test_what_is_said_of_an_earlier_membership_is_dropped_and_nobody_else_
         here.leader.lose(puppets[0].me, "exit code 137")
         await all_hear("lost", puppets)
         await here.agree(puppets)
-        puppets[1].say("end", n=1, rank=1, code=0)
-        puppets[1].say("lost", n=2, why="a joke")
-        puppets[1].say("end", n=2, rank=1, code=3)
+        puppets[1].send("end", n=1, rank=1, code=0)
+        puppets[1].send("lost", n=2, why="a joke")
+        puppets[1].send("end", n=2, rank=1, code=3)
         who, said = await here.heard.get()
         assert (who.token, said) == ("token1", {"is": "end", "n": 2, "rank": 1, "code": 3})
 
@@ -750,12 +750,12 @@ async def test_all_that_ask_at_once_get_one_answer():
 async def test_a_leader_that_was_stopped_itself_takes_nobody_for_silent():
     async with room() as here:
         puppets = await here.job()
-        puppets[1].say("alive", ranks=[{"rank": 1, "ago_s": 7}])
+        puppets[1].send("alive", ranks=[{"rank": 1, "ago_s": 7}])
         await here.nothing_is_said_to(*puppets)
         here.now_s += 10 * timing.SILENT_S
         here.leader.tick()
         await here.nothing_is_said_to(*puppets)
-        assert here.leader.signs() == [{"rank": 1, "host": "node1", "ago_s": 7 + 10 * timing.SILENT_S}]
+        assert here.leader.heartbeats() == [{"rank": 1, "host": "node1", "ago_s": 7 + 10 * timing.SILENT_S}]
         await here.pass_time(timing.SILENT_S - 1, *puppets[:2])
         await here.nothing_is_said_to(*puppets[:2])
         await here.pass_time(2, *puppets[:2])
@@ -782,7 +782,7 @@ async def test_who_is_missing_is_told_to_all_every_ten_seconds():
             if puppet is puppets[1]:
                 await puppet.hears("waiting")
             await puppet.hears("propose")
-        puppets[0].say("ready", n=2, problem="")
+        puppets[0].send("ready", n=2, problem="")
         await here.pass_time(10.0, *puppets)
         late = "after 40 s some still import torch or wait for earlier ranks to end (late: 1 on node1; 2 on node2)"
         assert (await puppets[0].hears("waiting"))["text"] == f"all 3 ranks have joined, but {late}"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rankup import timing
-from rankup.agent.attendance import Attendance, who_leads
+from rankup.agent.leader_connection import LeaderConnection, who_leads
 from rankup.agent.network import Link
 from rankup.agent.protocol import Member
+from rankup.agent.quorum import NONE
 from rankup.agent.record import Record
-from rankup.agent.votes import NONE
 from rankup.errors import JoinError
 from tests.rigs.meeting_room import Puppet, asynchronous, member, until
 
@@ -21,13 +21,13 @@ COMMIT = {"ip": "", "hosts": [], "port": 1, "job": "job", "restarts": 0}
 
 
 class Listening:
-    """A member that runs: its attendance, the events that it has heard, and the lines that it has printed."""
+    """A member that runs: its connection, the events that it has heard, and the lines that it has printed."""
 
     def __init__(self, me: Member, port: Callable[[], int], **more: Any) -> None:
         self.port, self.said = port, list[str]()
-        self.attendance = Attendance(me, self.find, notice=self.said.append, **more)
+        self.connection = LeaderConnection(me, self.find, notice=self.said.append, **more)
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.running = asyncio.create_task(self.attendance.attend(self.hear))
+        self.running = asyncio.create_task(self.connection.follow(self.hear))
 
     async def find(self) -> tuple[str, int]:
         return "127.0.0.1", self.port()
@@ -35,7 +35,7 @@ class Listening:
     def hear(self, event: dict[str, Any]) -> None:
         self.events.put_nowait(event)
         if event["is"] == "propose":
-            self.attendance.ready(event["n"])
+            self.connection.ready(event["n"])
 
     async def hears(self, kind: str) -> dict[str, Any]:
         event = await self.events.get()
@@ -125,7 +125,7 @@ async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_wh
                 clock.now_s += 1.0
                 await link.receive()
                 await asyncio.sleep(0)
-        with pytest.raises(JoinError, match=r"gave no sign of life for \d s: its process is stopped, or the network"):
+        with pytest.raises(JoinError, match=r"sent no heartbeat for \d s: its process is stopped, or the network"):
             await one.running
 
 
@@ -142,7 +142,7 @@ async def test_a_leader_that_is_silent_in_a_membership_is_gone_and_looked_for_ag
             with contextlib.suppress(ConnectionError):
                 await link.receive()
             await asyncio.sleep(0)
-        assert (await one.hears("gone"))["why"].startswith("gave no sign of life for ")
+        assert (await one.hears("gone"))["why"].startswith("sent no heartbeat for ")
         link, hello = await greeted(links)
         assert (hello["n"], hello["first_rank"], hello["token"]) == (5, 1, "token1")
         link.send("propose", n=6, ip="", next=None)
@@ -157,11 +157,11 @@ async def test_what_is_said_of_the_last_membership_does_not_replace_a_proposal()
         link.send("propose", n=6, ip="", basis=proposed)
         link.send("basis", basis=last)  # somebody has left meanwhile
         await one.hears("propose"), await one.hears("basis")
-        assert one.attendance.basis == proposed
+        assert one.connection.basis == proposed
 
 
 class Steps:
-    """A clock that goes by so much at each sign of life of a member: in steps, or in a leap."""
+    """A clock that goes by so much at each heartbeat of a member: in steps, or in a leap."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
@@ -228,8 +228,8 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(monkey
     assert problem.startswith(f"127.0.0.1:{at} refuses the connection: the machine answers, but nothing listens on ")
     assert problem.endswith("A loopback address reaches only the machine itself")
     assert str(caught.value).startswith(f"rank 1 of 3 on node1 could not join within 1 s: {problem}. On all ranks, ")
-    one.attendance.problem = "rank 1 differs. Set the same."
-    assert ": rank 1 differs. Set the same. On all ranks, MASTER_ADDR and " in str(one.attendance._failure())
+    one.connection.problem = "rank 1 differs. Set the same."
+    assert ": rank 1 differs. Set the same. On all ranks, MASTER_ADDR and " in str(one.connection._failure())
 
 
 @pytest.mark.parametrize("wrong", [
