@@ -8,25 +8,25 @@ export OMP_NUM_THREADS=1
 job=(train --config train/configs/fashion.yaml --device cpu --epochs 2 --name demo "$@")
 port=$(python3 -c 'from rankup.env.launchers import free_port; print(free_port())')
 
-# Interrupted, the demo goes on where it stopped, as every run does; finished, it trains anew.
+# Like every run, the demo resumes if it was interrupted. If it has finished, it starts from the beginning.
 if grep -qs '"state": "finished"' runs/demo/status.json; then
   job+=(--fresh)
 fi
 
 agents=()
 node() { # NODE_RANK
-  # On two machines --master-addr is node 0's name; nothing else differs.
-  # Job control gives the agent a process group of its own: Ctrl-C would reach it beside the trap below, and a second
-  # signal ends torchrun while its rank saves.
+  # On two machines --master-addr would be the name of node 0. Nothing else would differ.
+  # Job control (set -m) gives the agent its own process group. Otherwise Ctrl-C would reach it in addition to the trap
+  # below, and a second signal ends torchrun while its rank saves.
   set -m
   torchrun --nnodes 2 --node-rank "$1" --nproc-per-node 1 --master-addr 127.0.0.1 --master-port "$port" \
     -m train.main "${job[@]}" &
   agents+=($!)
   set +m
 }
-# Ctrl-C, or the terminal closed: the agents tell their ranks, which save and leave.
+# On Ctrl-C, or if the terminal closes, the agents signal their ranks, which save and leave.
 trap 'kill -TERM "${agents[@]}" 2> /dev/null || true' INT TERM HUP
-# A rank dies with its agent, however that dies.
+# A rank dies with its agent, no matter how the agent dies.
 trap 'kill -KILL "${agents[@]}" 2> /dev/null || true' EXIT
 node 1
 node 0
@@ -34,8 +34,8 @@ node 0
 alive() { kill -0 "$1" 2> /dev/null; }
 both() { alive "${agents[0]}" && alive "${agents[1]}"; }
 one() { alive "${agents[0]}" || alive "${agents[1]}"; }
-# When one has ended, the other follows: all is well, or its rank has lost the peer. But torchrun would wait for an agent
-# that never came a quarter of an hour; it gets 15 s.
+# When one agent has ended, the other follows: the run succeeded, or its rank has lost the peer. But torchrun waits a
+# quarter of an hour for an agent that never comes, so end it after 15 s.
 patience=75
 while one; do
   both || ((patience--)) || kill -TERM "${agents[@]}" 2> /dev/null || true
