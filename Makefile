@@ -1,12 +1,12 @@
-# What can be done here: set up, try it, test it. `make` alone lists it.
-# Run: make demo      (everything is installed into .venv first; a venv of your own: make test VENV=~/venv)
-# Edit: PYTHON and VENV, here or behind the command.
+# The commands of this checkout: set it up, try it, test it. `make` alone lists them.
+# Run: make demo      (this first installs everything into .venv; to use your own venv: make test VENV=~/venv)
+# Edit: PYTHON and VENV, here or on the command line.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 PROCESSES ?= $(if $(ARGS),0,4)
 
-# A venv of your own is used as it is; one that does not exist yet is made.
+# A venv of your own is used as it is. If VENV does not exist yet, make creates it.
 OWN := $(and $(filter-out .venv,$(VENV)),$(wildcard $(VENV)/bin/python))
 READY := $(if $(OWN),,$(VENV)/.ready)
 TESTED := $(if $(OWN),,$(VENV)/.ready-for-tests)
@@ -18,49 +18,49 @@ help: ## Print this help
 	@echo "More arguments: make demo ARGS='--epochs 3', make unit ARGS='-k data'"
 
 venv: $(READY) ## Make .venv and install what training needs, in locked versions (once, about 5.8 GB)
-venv-tests: $(TESTED) ## Add what the tests need to .venv (make test does so)
+venv-tests: $(TESTED) ## Add what the tests need to .venv (make test does this too)
 
 demo: $(READY) ## Train Fashion-MNIST on two simulated nodes of this machine, about a minute
 	@PATH="$(RUN):$$PATH" bash train/demo.sh $(ARGS)
 
-up: ; @docker/up.sh ## Train on two containers as nodes (NNODES=4 NPROC=2); on a bare machine root installs the engine
+up: ; @docker/up.sh ## Train on two nodes in containers (NNODES=4 NPROC=2); as root it installs a missing engine
 down: ; docker compose --profile '*' down --remove-orphans ## Remove the nodes' containers; runs/ and the image stay
-image: ; @docker/image.sh ## Build the image and try it (TARGET=compile: with a compiler inside)
+image: ; @docker/image.sh ## Build the image and test it (TARGET=compile adds a compiler)
 wheels: ; @docker/host/wheels.sh ## Fill docker/wheels through this machine's pip, for builds that reach no index
 push: ; @docker/host/push.sh ## Push the image to REPOSITORY
 
 slurm-local: ; @slurm/local.sh up ## Start a real Slurm of two nodes on this machine (root; NODES=3 CPUS=8)
-slurm-local-down: ; @slurm/local.sh down ## Remove it again
+slurm-local-down: ; @slurm/local.sh down ## Remove this Slurm
 
-sbom: ## Write docker/sbom.json from the lock files (CycloneDX), and of an image sbom-image.json (IMAGE=rankup:runtime)
+sbom: ## Write docker/sbom.json (CycloneDX) from the lock files; IMAGE=rankup:runtime adds sbom-image.json
 	python3 docker/host/sbom.py > docker/sbom.json
 	$(if $(IMAGE),python3 docker/host/sbom.py $(IMAGE) > docker/sbom-image.json)
-audit: ; @PYTHON=$(PYTHON) docker/host/audit.sh ## Look for known vulnerabilities of the locked packages
+audit: ; @PYTHON=$(PYTHON) docker/host/audit.sh ## Look for known vulnerabilities in the locked packages
 
-test: lint types unit ## All checks: lint, types, tests. This is what CI runs
-check: lint types ## Lint, types and the tests that start no process: under two minutes
+test: lint types unit ## Run lint, types and all tests but those in containers, which CI also runs
+check: lint types ## Run lint, types and the tests that start no process: under two minutes
 	$(RUN)python -m pytest --pure --ignore tests/launchers --ignore tests/promises --ignore tests/commands $(ARGS)
-lint: $(TESTED) ; $(RUN)ruff check . ## ruff: mistakes and import order
-types: $(TESTED) ; $(RUN)mypy ## mypy, strict on rankup/ and train/
-unit: $(TESTED) ## pytest, in four processes (PROCESSES=2), or in one where ARGS selects tests
+lint: $(TESTED) ; $(RUN)ruff check . ## Run ruff: mistakes and import order
+types: $(TESTED) ; $(RUN)mypy ## Run mypy, strict on rankup/ and train/
+unit: $(TESTED) ## Run pytest in four processes (PROCESSES=2), or in one if ARGS selects tests
 	$(RUN)python -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-engine: $(TESTED) ## pytest on a real container engine: builds the image, starts and kills containers (root)
+engine: $(TESTED) ## Run pytest on a real container engine: build the image, start and kill containers (root)
 	RANKUP_ENGINE=1 $(RUN)python -m pytest tests/launchers/compose tests/launchers/k8s $(ARGS)
 
-soak: $(TESTED) ## The tests with random faults, a hundred runs of each, and a rank lost at every place (hours)
+soak: $(TESTED) ## Run the tests with random faults a hundred times each, and lose a rank at every place (hours)
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
 
-compare: $(TESTED) ; $(RUN)python tests/bench/compare.py $(ARGS) ## Methods and launchers side by side (ARGS: --only, settings)
-doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)
+compare: $(TESTED) ; $(RUN)python tests/bench/compare.py $(ARGS) ## Compare methods and launchers (ARGS: --only, settings)
+doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Check whether this machine can train (ARGS: settings)
 race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
 	$(RUN)python tests/bench/race.py $(ARGS)
 
-k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## A cluster and a job in it (FILE=job): k8s/README.md
+k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## Make a cluster and run a job in it (FILE=job): k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
-lock: $(READY) ; @docker/host/lock.sh $(RUN)uv && python3 docker/host/sbom.py > docker/sbom.json ## Write the lock files anew: the newest versions that pyproject.toml allows
-horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod, once, and install it: train/parallel/horovod.md
+lock: $(READY) ; @docker/host/lock.sh $(RUN)uv && python3 docker/host/sbom.py > docker/sbom.json ## Update the lock files to the newest versions that pyproject.toml allows
+horovod: $(READY) ; @docker/horovod.sh $(RUN)python ## Build Horovod (once) and install it: train/parallel/horovod.md
 
 clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
