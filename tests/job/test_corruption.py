@@ -118,7 +118,8 @@ def test_flipped_bit_in_a_sharded_weight_with_a_replica_is_found(
 
 
 def test_each_flipped_bit_changes_the_digest() -> None:
-    net = nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, dtype=torch.bfloat16))
+    other = [nn.Linear(7, 3, dtype=kind) for kind in (torch.bfloat16, torch.float64, torch.complex64)]
+    net = nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(7), *other)
     optimizer = torch.optim.AdamW(net.parameters())
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -128,8 +129,7 @@ def test_each_flipped_bit_changes_the_digest() -> None:
     tensors = [*net.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(torch.int16)  # flatten first: a counter of steps has no dimension
-        for place in random.sample(range(len(bits)), min(5, len(bits))):
-            bit = random.randrange(16)
+        for place, bit in [(-1, 15), *((random.randrange(len(bits)), random.randrange(16)) for _ in range(5))]:
             bits[place] ^= torch.tensor(1 << bit).to(torch.int16)
             assert digests_of(items) != sound
             bits[place] ^= torch.tensor(1 << bit).to(torch.int16)
