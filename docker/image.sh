@@ -55,7 +55,7 @@ import torch, torchvision
 print("image: torch", torch.__version__, "torchvision", torchvision.__version__)
 from train.main import main
 raise SystemExit(main("train --dataset digits --max-steps 2 --run-dir /tmp/runs".split()))' > "$log" 2>&1 ||
-    { cat "$log" >&2; rm "$log"; docker rmi -f "$image" > /dev/null; fail "removed $image, it does not work: see above"; }
+    { cat "$log" >&2; rm "$log"; docker rmi -f "$image" > /dev/null; fail "removed $image, which failed: see above"; }
   grep '^image:' "$log"
   rm "$log"
   replaced+=("${before:-none}")

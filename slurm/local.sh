@@ -46,7 +46,7 @@ SlurmdPort=$((PORT + 1))
 SlurmUser=root
 FirstJobId=$FIRST_JOB
 AuthType=auth/munge
-# A requeued job waits until its old credential has expired: 120 s by default
+# A requeued job waits until its old credential has expired. The default is 120 s
 AuthInfo=socket=$DIR/munge/socket,cred_expire=15
 StateSaveLocation=$DIR/state
 SlurmdSpoolDir=$DIR/spool/%n

@@ -33,7 +33,7 @@ def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = Fals
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this to be deterministic
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
         group.must_match("the initial weights", own, remedy="Look at init_from and bert_dir.")
         method.split(plain)
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
-    job.clock.link = method.exchange
+    job.clock.link = method.exchange  # a wait in the exchange must not make this rank look slow
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         with autocast(config, device):

@@ -19,7 +19,7 @@ import rankup
 
 if __name__ == "__main__":
     _program = rankup.Program()
-    if sys.argv[1:2] not in (["status"], ["logs"], ["stacks"], ["explain"], ["export"]):  # which only read
+    if sys.argv[1:2] not in (["status"], ["logs"], ["stacks"], ["explain"], ["export"]):  # these only read
         # Handle signals before the slow imports. By default SIGINT prints a traceback, SIGTERM kills the process, and
         # the first process of a container ignores SIGTERM until it is killed at the end of the grace period
         _program.begin()

@@ -1,6 +1,6 @@
-"""Prints a list of packages as CycloneDX 1.5 JSON: of all that the lock files name, or of an image.
+"""Print a list of packages as CycloneDX 1.5 JSON: the packages in the lock files, or those in an image.
 
-python3 docker/host/sbom.py [IMAGE]      IMAGE: its Debian packages, and the Python packages that are in it
+python3 docker/host/sbom.py [IMAGE]      with IMAGE: its Debian packages and its Python packages
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 ROOT = Path(__file__).parents[2]
-# A line for each package: pypi, name, version; or deb, name, version, debian or ubuntu, architecture
+# Print a line for each package: pypi, name, version; or deb, name, version, debian or ubuntu, architecture
 IN_IMAGE = r"""
 . /etc/os-release
 dpkg-query --show --showformat "deb \${Package} \${Version} $ID \${Architecture}\n"
@@ -22,7 +22,7 @@ for each in all(): print("pypi", each.name, each.version)'
 
 
 def locked() -> list[dict[str, Any]]:
-    """The same lock files give the same components."""
+    """Return the packages in the lock files. The same files give the same list."""
     found: dict[tuple[str, str], list[str]] = {}
     for path in sorted((ROOT / "docker").glob("requirements*.lock")):
         for name, pinned in re.findall(r"(?m)^([\w.-]+)==([^\s;\\]+)", path.read_text()):
@@ -53,7 +53,7 @@ def normal(name: str) -> str:
 
 
 def main(image: str = "") -> None:
-    """No time, no serial number."""
+    """Print the list without a time or serial number, so that the same packages give the same text."""
     version = re.search(r'(?m)^version = "(.+)"', (ROOT / "pyproject.toml").read_text())
     assert version
     kind, name = ("container", image) if image else ("application", "rankup")

@@ -19,7 +19,7 @@ from . import one_line
 from .samples import resize
 from .sources import Augment
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as is usual for photographs
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # those of ImageNet, as usual for photographs
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # the random crops for ImageNet: share of the area, width / height
 
 

@@ -145,8 +145,8 @@ class FSDP(Method):
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that FSDP gathers one at a time: the children of `model`, but for a child that contains lists
-    of modules its own layers. Empty if two layers share a parameter: FSDP can put it into one layer only."""
+    """Return the layers that FSDP gathers one at a time: the children of `model`, or, if a child contains a list of
+    modules, the layers of that child. Empty if two layers share a parameter: FSDP can put it into one layer only."""
     found: list[nn.Module] = []
     for child in model.children():
         lists = isinstance(child, nn.ModuleDict) or any(isinstance(module, nn.ModuleList) for module in child.modules())

@@ -27,7 +27,7 @@ SAY_EVERY_S = 5.0
 # Settings that TensorBoard's HPARAMS table shows even if they have their defaults
 ALWAYS = {"workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed"}
 OF_IMAGES = {"dataset", "model"}  # shown for workload images; other workloads do not use them
-# Settings that it never shows: where a run is kept and how it is watched. The row already has the run's name
+# Settings that the table never shows: where a run is kept and how it is watched. The row already has the run's name
 NEVER = {"name", "run_dir", "mirror", "tensorboard", "tracker", "options"}
 
 

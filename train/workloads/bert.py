@@ -50,7 +50,7 @@ class WordPieceTokenizer:
 
 
 class Bert(nn.Module):
-    """int64 [B, T], padded with `pad` -> logits [B, C]. Weights are named as in BertForSequenceClassification."""
+    """A BERT: int64 [B, T], padded with `pad` -> logits [B, C], weights named as in BertForSequenceClassification."""
 
     def __init__(self, encoder: nn.Module, head: nn.Linear, *, dropout: float, pad: int) -> None:
         super().__init__()

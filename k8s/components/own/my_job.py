@@ -1,4 +1,4 @@
-"""On which of two rings does a point lie? Your own workload reads a table: --workload my_job:build --data-dir /data"""
+"""A workload of your own, which learns on which of two rings a point is: --workload my_job:build --data-dir /data"""
 
 import csv
 from pathlib import Path
@@ -11,11 +11,11 @@ from torch.nn import functional
 from train.config import Config
 from train.workloads import Sums, TensorSamples, Workload
 
-HELD_BACK = 5  # every fifth row is for the evaluation
+HELD_BACK = 5  # every fifth row is used for evaluation
 
 
 def build(config: Config) -> Workload:
-    """Called once in each process, with the random state that the seed gives."""
+    """Return the workload. Each process calls this once, after the seed has set the random state."""
     with (Path(config.data_dir or ".") / "points.csv").open() as lines:
         rows = [[float(row["x"]), float(row["y"]), float(row["ring"])] for row in csv.DictReader(lines)]
     points, rings = torch.tensor(rows)[:, :2], torch.tensor(rows)[:, 2].long()
@@ -32,13 +32,13 @@ def build(config: Config) -> Workload:
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The mean over this process's part of the global batch."""
+    """Return the mean loss over this process's part of the global batch."""
     points, rings = batch
     return functional.cross_entropy(model(points), rings)
 
 
 def evaluate(model: nn.Module, batch: Any) -> Sums:
-    """Sums, which are added over all batches and processes, and then divided by the count."""
+    """Return sums. The program adds them over all batches and processes, and divides by the count."""
     points, rings = batch
     scores = model(points)
     return {

@@ -1,4 +1,4 @@
-"""A script that knows nothing of its launcher, in the manner of PyTorch's tutorials: DDP by the environment."""
+"""A script like those in PyTorch's tutorials. DDP gets its ranks and address from the environment."""
 
 import argparse
 

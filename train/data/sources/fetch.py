@@ -20,11 +20,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # a full disk is the user's mistake: do not
 # torchvision knows the address and the md5 of each file. It runs in its own process, which a timeout can kill
 DOWNLOAD = f"""
 import contextlib, ctypes, io, socket, sys
-ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # it dies with the process that waits for it
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # the kernel kills this process when its parent dies
 from torchvision import datasets
 socket.setdefaulttimeout({SILENCE_S})
 try:
-    with contextlib.redirect_stderr(io.StringIO()):  # a bar, which torch draws where there is no tqdm
+    with contextlib.redirect_stderr(io.StringIO()):  # hide the progress bar
         getattr(datasets, sys.argv[1])(".", download=True)
 except Exception as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
