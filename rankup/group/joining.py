@@ -6,7 +6,6 @@ Agents meet before they start ranks. Ranks of another launcher meet without an a
 import contextlib
 import faulthandler
 import hashlib
-import json
 import logging
 import os
 import socket
@@ -166,9 +165,9 @@ def open_store(commit: Mapping[str, Any], listener: socket.socket | None, *, tim
 
 def check_settings(group: Group) -> None:
     """Raise UserError if ranks differ in code or settings. Ranks without an agent compared them when they met."""
-    digest = hashlib.sha256(json.dumps(dict(group.settings), sort_keys=True).encode()).hexdigest()
-    if group.launch.agent is not None and len({*group.gather(digest)}) > 1:
-        for name in dict.fromkeys(name for names in group.gather([*group.settings]) for name in names):
+    found = group.gather(dict(group.settings)) if group.launch.agent is not None else []
+    if any(settings != group.settings for settings in found):
+        for name in dict.fromkeys(name for settings in found for name in settings):
             value = group.settings.get(name, "nothing")
             group.must_match(name, value, remedy="Start all ranks with the same program and settings.")
 

@@ -55,15 +55,15 @@ def _tensors(items: dict[str, Any]) -> Iterator[Any]:
 
 
 def _digest(tensors: list[torch.Tensor]) -> int:
-    """Return a digest of 63 bits. `torch.hash_tensor` is the XOR of all elements: one flipped bit changes it, except
-    the top bit of an 8-byte element. The odd factor of each tensor reveals two tensors that have been swapped."""
+    """Return a digest of 64 bits. `torch.hash_tensor` is the XOR of all elements: one flipped bit changes it. The odd
+    factor of each tensor reveals two tensors that have been swapped."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.numel():
             bits = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
             hashed = torch.hash_tensor(bits).view(torch.int64) * (2 * number + 1)
             by_device.setdefault(tensor.device, []).append(hashed)
-    return sum(int(torch.stack(each).sum()) for each in by_device.values()) % 2**63
+    return sum(int(torch.stack(each).sum()) for each in by_device.values()) % 2**64
 
 
 def odd_ones(values: Sequence[int]) -> list[int]:
