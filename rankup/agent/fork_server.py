@@ -10,7 +10,6 @@ starts fresh interpreters. A script that does not import rankup gets such a proc
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import json
 import multiprocessing.process
@@ -298,13 +297,13 @@ def _serve_store(listener: socket.socket) -> NoReturn:
     so that a signal to all processes of the job ends the ranks before their store."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # torch looks up each client's name in the store's only thread, just to print it. With a resolver that does not
-    # answer, all ranks would wait. So only /etc/hosts answers here
-    ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
+    from rankup.agent.processes import no_name_lookups
+
     port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    while store:
-        signal.pause()
+    with no_name_lookups():  # the store's only thread looks up each client: all ranks would wait for a slow resolver
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        while store:
+            signal.pause()
     os._exit(FAULT)
 
 
