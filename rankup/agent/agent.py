@@ -187,18 +187,17 @@ class Agent:
         kind = event["is"]
         if kind == "propose":
             self.begin(self._get_ready(event))
-        elif kind == "commit":
+        elif kind in ("commit", "spare"):
             known = self.connection.basis["known"]
             self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
-            self.ranks.start(event, token=self.connection.me.token)
+            if kind == "spare" or not self.ranks.start(event, token=self.connection.me.token):
+                log.info("this node is a spare: it waits until a node is needed")
         elif kind in ("lost", "gone", "ranks"):
             self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
             if kind in ("lost", "gone"):
                 self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))
         elif kind == "stop":
             self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
-        elif kind == "spare":
-            log.info("this node is a spare: it waits until a node is needed")
         elif kind == "left_out" and not self._leaves:
             self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
         elif kind == "over":

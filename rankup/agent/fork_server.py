@@ -10,7 +10,6 @@ imports nothing and starts fresh interpreters. A script that does not import ran
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import json
 import multiprocessing.process
@@ -298,13 +297,13 @@ def _serve_store(listener: socket.socket) -> NoReturn:
     signal to the whole job ends the ranks before their store."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # torch looks up each client's name in the store's only thread, only to print it. All ranks would wait for a
-    # resolver that does not answer, so only this machine's files are asked
-    ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
+    from rankup.agent.processes import no_name_lookups
+
     port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    while store:
-        signal.pause()
+    with no_name_lookups():  # for each client; the store has only one thread, so all ranks would wait for the resolver
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        while store:
+            signal.pause()
     os._exit(FAULT)
 
 

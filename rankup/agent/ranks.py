@@ -127,8 +127,9 @@ class Ranks:
 
     # The start of a membership --------------------------------------------------------------------------------------
 
-    def start(self, commit: dict[str, Any], *, token: str) -> None:
-        """Start this node's ranks of a new membership. `commit`: the leader's message. `token`: this member's id."""
+    def start(self, commit: dict[str, Any], *, token: str) -> bool:
+        """Start this node's ranks of a new membership. Returns False if this node has none, because it is a spare.
+        `commit`: the leader's message. `token`: this member's id."""
         for text in (commit.get("why"), commit.get("change")):
             if text:
                 log.warning("%s", text)
@@ -137,8 +138,7 @@ class Ranks:
         if self.node.limits is not None:
             used = (commit.get("basis") or NONE)["used"]
             if token not in used:  # ranks of an earlier membership may still run; their ends do not matter now
-                log.info("this node is a spare: it waits until a node is needed")
-                return
+                return False
             self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])
         self._commit, self._oom_kills = commit, oom_kills()
         self.links.lost = b""
@@ -149,6 +149,7 @@ class Ranks:
             self._start(rank)
         if self._passed_on:  # the signal came before these ranks started
             self._signal(self._passed_on, told=not self.knows_us)
+        return True
 
     def _start(self, rank: Rank) -> None:
         if self.options.stop_after is not None:

@@ -44,6 +44,9 @@ def test_one_end_of_several_is_the_cause(codes: list[int | End], code: int | Non
 def test_cause_is_named_with_rank_host_and_reason_and_is_no_rank_that_lost_it() -> None:
     verdict = ended(End(0, "a", 1, RESET), End(1, "b", 1, "ValueError: boom")).judge()
     assert verdict.text == "rank 1 on b ended with 1 (ValueError: boom)"
+    verdict = ended(End(0, "a", PEER_LOST), End(1, "b", 137, "its agent has ended")).judge()
+    assert verdict.code is None
+    assert verdict.text.startswith("rank 1 on b ended with 137 (its agent has ended), restarted (1 of 3")
     assert [End(0, "a", code, suspect=1).blamed for code in (PEER_LOST, 137)] == [1, 0]
 
 
@@ -59,12 +62,6 @@ def test_restarts_without_a_new_step_are_counted() -> None:
     ]
     assert found[-1].text.endswith("gave up after 2 restarts without progress")
     assert ends.restarts == 4
-
-
-def test_loss_of_an_agent_is_the_cause_of_those_that_lost_it() -> None:
-    verdict = ended(End(0, "a", PEER_LOST), End(1, "b", 137, "its agent has ended")).judge()
-    assert verdict.code is None
-    assert verdict.text.startswith("rank 1 on b ended with 137 (its agent has ended), restarted (1 of 3")
 
 
 @pytest.mark.parametrize("codes", [[STOPPED, STOPPED], [STOPPED, PEER_LOST], [PEER_LOST, PEER_LOST]])

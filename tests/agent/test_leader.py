@@ -103,7 +103,7 @@ async def test_proposal_that_was_not_committed_counts_together_with_the_membersh
         puppets = [await there.enter(member(node, of=5), n=7, basis=last) for node in (0, 1)]
         await there.pass_time(ANY.wait_s + NOTICE_S, *puppets)
         for puppet in puppets:
-            assert "2 of the 5 nodes" in (await puppet.hears("waiting"))["text"]
+            assert "2 of the 5 nodes of membership 6 are" in (await puppet.hears("waiting"))["text"]
         puppets.append(await there.enter(member(2, of=5)))
         said = await there.agree(puppets)
         assert not said["basis"]["before"]
