@@ -70,6 +70,14 @@ def positive(text: str) -> int:
     return found
 
 
+def ranks(text: str) -> int:
+    """Parse the value of --nproc. torchrun counts devices for gpu, cpu and auto, but here nothing may import torch."""
+    if text in ("gpu", "cpu", "auto"):
+        way_out = "Give $(nvidia-smi -L | wc -l) for one rank per GPU, or $(nproc) for one per CPU"
+        raise argparse.ArgumentTypeError(f"must be a number, got {text}. {way_out}")
+    return positive(text)
+
+
 def option(names: str, kind: Any, text: str, **details: Any) -> Option:
     """Describe an option. `kind`: int, float for seconds, bool for a flag, or a placeholder for texts. `text`: help."""
     common: dict[Any, dict[str, Any]] = {
@@ -123,7 +131,7 @@ def nodes(text: str) -> tuple[int, int]:
 @command(
     "[OPTIONS] [-m] SCRIPT [ARGS...]",
     ("--nproc 2 train.py --lr 0.1", "--nnodes 2 --node-rank 0 --master-addr node0 -m my.train"),
-    option("--nproc --nproc-per-node", int, "ranks on this node (1)", type=positive),
+    option("--nproc --nproc-per-node", int, "ranks on this node (1)", type=ranks),
     option("--nnodes", int, "nodes; 2:4 for two to four (WORLD_SIZE, or 1)", type=nodes),
     option("--spares", int, "extra nodes, which replace lost ones (0)", default=0),
     option("--wait-for-node", float, "accept fewer nodes after S seconds (%(default)g)", default=10.0),

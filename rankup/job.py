@@ -43,8 +43,8 @@ def init(
 ) -> "Job":
     """Meet the other ranks, take ownership of the run, and return the job. Call it once, before you build the model.
 
-    It starts torch.distributed and seeds all random numbers, so that all ranks build equal models. SIGTERM, SIGHUP,
-    SIGINT and SIGUSR1 end the process at once before the first step, and later stop the job after a save.
+    It starts torch.distributed and seeds all random numbers, so that all ranks build equal models. Until the first step
+    SIGTERM, SIGHUP, SIGINT and SIGUSR1 end the process at once. From then on they make the job save and stop.
 
     `run`: the run's folder, by default `runs/` and the name of the script or module. The same call resumes the run.
     `seed`: determines the order of samples and the random numbers.
@@ -58,8 +58,9 @@ def init(
     computes wrongly. None spends 0.5 % of the time on it; 0 is for ranks whose weights differ on purpose.
     `memory_every_steps`: how often each rank copies its part of split state (FSDP2) to its node's memory. None spends
     0.5 % of the time on it; 0 turns these copies off.
-    `join_timeout_s`, `setup_timeout_s`, `step_timeout_s`, `save_timeout_s`: deadlines in seconds to meet, from there to
-    the first step, for a step, and for a save. If one passes, rankup writes all stacks and ends the process.
+    `join_timeout_s`, `setup_timeout_s`, `step_timeout_s`, `save_timeout_s`: deadlines in seconds for the ranks to meet,
+    for everything from then to the first step, for a step, and for a save. If one passes, rankup writes all stacks and
+    ends the process.
 
     Raises JoinError if the ranks do not meet in time, PeerLost if a rank is lost meanwhile, and UserError if the
     environment describes no rank, if arguments differ between ranks, or if the run can't be resumed.
@@ -146,19 +147,18 @@ def open_checkpoint(
 
 
 class ExitHandler:
-    """The hooks that run when this process ends. They close `stack` with the error that ends the process. If the loop
-    of the `job` has ended, and the script has not called `job.finish`, they call it.
-    """
+    """The hooks that run when this process ends. They pass the error that ends it to the context managers on `stack`.
+    If the script ends without an error after the loop of `job`, but has not called `job.finish`, they call it."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.stack = program, contextlib.ExitStack()
         self.job: Job | None = None
-        self._pid, self._usual = os.getpid(), sys.excepthook  # the pid keeps forks out; 0 once the end has been handled
+        self._pid, self._usual = os.getpid(), sys.excepthook  # forked processes have another pid; 0: already ended
         self.take_errors()
         atexit.register(self._at_exit)
 
     def take_errors(self) -> None:
-        """Install the hook. Call this again once torch has wrapped the hook in its own, which withholds the output."""
+        """Install the hook for errors. Call it again after torch has wrapped it, because torch buffers its output."""
         sys.excepthook = self._on_error
 
     def close(self) -> None:
@@ -188,6 +188,6 @@ class ExitHandler:
         self._pid = 0
         try:
             self.stack.__exit__(type(error), error, error.__traceback__)
-        except BaseException as failure:  # the cause, if another rank is to blame
+        except BaseException as failure:  # the group raises the cause, if that is another rank
             error = failure
         self.program.exit(self.program.end(error))

@@ -1,4 +1,4 @@
-"""What holds for all tests: a clean environment, no skips in CI, no process left behind."""
+"""Rules for all tests: a clean environment, no skipped tests in CI, and no process left behind."""
 
 import gc
 import os
@@ -23,16 +23,16 @@ from tests.rigs.jobs import FOREIGN, ROOT, environ_of
 from tests.rigs.object_store import S3
 
 IN_CI = os.environ.get("CI") == "true"
-# Building and killing containers takes a quarter of an hour, 20 GB and root
+# These tests build and kill containers, which takes a quarter of an hour, 20 GB of disk and root
 ENGINE_WANTED = bool(os.environ.get("RANKUP_ENGINE"))
-# Whoever has one of these names, of a fixture too, may start a process
+# A test whose module or fixtures use one of these names may start a process
 STARTERS = {
     "subprocess", "multiprocessing", "mp", "forks", "Forks", "jobs", "Job", "start", "run", "ended",
     "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
 }
-# pytest-xdist's processes: each runs tests, and the one that started them runs none
+# pytest-xdist's workers run the tests; the process that started the workers runs none
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-# Children inherit it, so that those still alive at the end can be found, whoever started them.
+# Children inherit this variable, so that processes still alive at the end can be found, whatever started them
 SESSION = "PYTEST_SESSION_OF_CHILDREN"
 
 
@@ -41,27 +41,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """For this process and its children: nothing of a launcher, warnings are errors, one thread, one locale."""
-    gc.disable()  # as in the product: until the tests and what they import are there, it finds nothing
+    """Prepare this process and its children: no launcher's variables, warnings are errors, one thread, one locale."""
+    gc.disable()  # as rankup does: collections during the imports would find nothing to free
     keep = {"RANKUP_RUNS", "RANKUP_SEED"}
-    if config.getoption("numprocesses", None) and not IS_WORKER:  # the workers read it too, and remove it
+    if config.getoption("numprocesses", None) and not IS_WORKER:  # the workers also read RANKUP_ENGINE, and remove it
         keep.add("RANKUP_ENGINE")
     for name in [name for name in os.environ if FOREIGN.match(name) and name not in keep]:
         del os.environ[name]
     os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    # They would be compiled for later programs, and take longer than the few that tests compile
+    # Precompiled headers only speed up later compilations. They cost more than the few compilations of the tests
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     if not IS_WORKER:
         os.environ[SESSION] = secrets.token_hex(8)
-    # A shell starts its background jobs with Ctrl-C ignored. Their children inherit that, and a shell can't undo it
+    # A shell starts its background jobs with Ctrl-C ignored. Children inherit that, and a shell can't undo it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # nohup does the same to the hang-up. A handler of our own is not inherited: the children get the default back,
-    # while the tests themselves still survive their terminal
+    # nohup does the same to SIGHUP. A Python handler is not inherited: children get the default back, while the tests
+    # themselves survive the end of their terminal
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the groups
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's hook, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("pure"):
         config.hook.pytest_deselected(items=[item for item in items if not _is_pure(item)])
@@ -69,8 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
 
-    # The longest first, and files that start neither ranks nor a store last, so that all processes end at the same
-    # time. Containers come when CI has built the image meanwhile
+    # Run the longest tests first, and files that start neither ranks nor a store last, so that all workers end at about
+    # the same time. Tests in containers come after others, because CI builds the image meanwhile
     def place(item: pytest.Item) -> int:
         starts = {"Forks", "start", "S3"} & vars(getattr(item, "module", None) or object).keys()
         in_containers = {"image", "pods"} & {*getattr(item, "fixturenames", ())}
@@ -90,13 +90,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_pure(item: pytest.Item) -> bool:
-    """By what its file imports: nothing that starts a process."""
+    """Return whether the test's file imports nothing that starts a process."""
     names = vars(getattr(item, "module", None) or object).keys()
     return not STARTERS & (names | {*getattr(item, "fixturenames", ())})
 
 
 def _group(item: pytest.Item) -> str:
-    """Tests of one group run one after the other in one process: they share one of two Slurms, or a file's fixtures."""
+    """Return the test's group. One worker runs a group in order: its tests share a Slurm or a file's fixtures."""
     file = item.nodeid.split("::")[0]
     if {"cluster", "three"} & {*getattr(item, "fixturenames", ())}:
         return "slurm-ends" if file.endswith("/test_slurm_ends.py") else "slurm"
@@ -105,7 +105,7 @@ def _group(item: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """In CI a test that is skipped tests nothing, and nobody sees it: a failure, unless it is for GPUs."""
+    """In CI count a skipped test as failed, unless it needs a GPU: a skipped test tests nothing, and nobody notices."""
     report: pytest.TestReport = yield  # type: ignore[assignment, misc]
     if IN_CI and report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
         report.outcome = "failed"
@@ -115,7 +115,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Iterator[None]:
-    """A file that skips itself while it is imported is a skip too."""
+    """Treat a file that skips itself on import the same way."""
     report: pytest.CollectReport = yield  # type: ignore[assignment, misc]
     if IN_CI and report.outcome == "skipped":
         report.outcome = "failed"
@@ -125,7 +125,7 @@ def pytest_make_collect_report() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """No orphan is left: every process that the tests started has ended by now, or is just ending."""
+    """Fail if a process that the tests started is still running and does not end soon."""
     if IS_WORKER:
         return
     left = psutil.wait_procs(list(_children_left()), timeout=60)[1]
@@ -147,7 +147,7 @@ def _children_left() -> Iterator[psutil.Process]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_rescues_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Jobs that a test ends for good leave their rescues behind: those of this session's jobs are removed."""
+    """Remove the rescued copies of this session's jobs, which jobs that a test kills for good leave behind."""
     yield
     ours = str(tmp_path_factory.getbasetemp())
     for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
@@ -158,7 +158,7 @@ def no_rescues_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    """Starts ranks in a third of a second; see forks.py."""
+    """Starts ranks in a third of a second; see tests/rigs/fork_server.py."""
     server = Forks(tmp_path_factory.mktemp("forks"))
     yield server
     server.close()
@@ -166,7 +166,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    """The same from a process that has imported the Trainers too, which takes longer than they train. They warn."""
+    """The same, from a process that has also imported the Trainers, which takes longer than training. They warn."""
     packages = {"transformers": "transformers.trainer", "lightning": "lightning", "accelerate": "accelerate"}
     more = [module for package, module in packages.items() if find_spec(package)]
     server = Forks(tmp_path_factory.mktemp("loaded"), more=more, env={"PYTHONWARNINGS": "default"})
@@ -176,7 +176,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], str]], str]:
-    """`once(name, compute)` is `compute()`, computed a single time in all processes of these tests."""
+    """`once(name, compute)` returns `compute()`, which only one of the test processes computes."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if IS_WORKER else base) / "once"
     folder.mkdir(exist_ok=True)
@@ -202,7 +202,7 @@ def s3() -> Iterator[S3]:
 
 @pytest.fixture(scope="session")
 def image(once: Callable[[str, Callable[[], str]], str]) -> str:
-    """The name of the container image of this checkout's files, built if need be. Skips where nobody asked for it."""
+    """The name of the image with this checkout's files, built if necessary. Skips unless RANKUP_ENGINE is set."""
     if not ENGINE_WANTED:
         pytest.skip("containers take a quarter of an hour and root: make engine runs these tests")
     if reason := why_not():
@@ -213,7 +213,7 @@ def image(once: Callable[[str, Callable[[], str]], str]) -> str:
 
     def build() -> str:
         words, output = [ROOT / "docker" / "image.sh"], subprocess.PIPE
-        with FileLock(Path(tempfile.gettempdir()) / "rankup-image.lock"):  # CI may be building it
+        with FileLock(Path(tempfile.gettempdir()) / "rankup-image.lock"):  # CI may be building the image
             done = subprocess.run(words, env=clean_environment(), text=True, stdout=output, stderr=subprocess.STDOUT)
         assert done.returncode == 0, done.stdout
         return name
@@ -236,7 +236,7 @@ def slurm() -> Iterator[slurm_cluster.Cluster]:
 
 @pytest.fixture
 def cluster(slurm: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Cluster]:
-    """The same; after any end of a job nothing is left running on any node."""
+    """The same Slurm; however a job ends, wait until nothing runs on any node."""
     slurm.idle()
     yield slurm
     slurm.idle()
@@ -244,7 +244,7 @@ def cluster(slurm: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Cluster]:
 
 @pytest.fixture
 def pods(tmp_path: Path, image: str) -> Iterator[Callable[..., kubepods.Cluster]]:
-    """Makes a kubepods.Cluster; whatever happens, no container and no network of it is left."""
+    """A function that makes a kubepods.Cluster. Its containers and networks are always removed."""
     made: list[kubepods.Cluster] = []
 
     def make(what: str, settings: Sequence[str] = ()) -> kubepods.Cluster:

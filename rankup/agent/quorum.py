@@ -49,8 +49,7 @@ def outvoted(basis: Basis, here: Collection[str], *, shared: bool) -> str:
         present = [token for token in voters if token in here]
         half = 2 * len(present) == len(voters) and (present[:1] == voters[:1] or shared)
         if voters and not ((_is_majority(present, voters) or half) and ended):
-            which = f"the {len(voters)} nodes of membership {basis['n']}"
-            return f"{len(present)} of {which} are here, no majority"
+            return f"{len(present)} of the {len(voters)} nodes of membership {each['n']} are here, no majority"
     return ""
 
 

@@ -49,6 +49,9 @@ class Script:
         """Raise UserError if the script does not exist, or if its ranks would not find each other. Without
         HOROVOD_SIZE, which horovodrun sets, Horovod silently makes each process a world of one."""
         if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises if it lacks permission
+            if os.path.isdir(self.file):
+                way_out = "Name a file in it, or start a package with -m PACKAGE."
+                raise UserError(f"SCRIPT must be a file, got the folder {self.file}. {way_out}")
             raise UserError(f"SCRIPT must be an existing file, got {self.file}.")
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
         imports = _packages(self._tree.body)  # only the top level: an import under a condition may never run

@@ -225,5 +225,5 @@ class Agreement:
                 group.log.warning(f"{self._path}: {error.strerror}")
         return PeerLost(
             f"silent corruption {when}: {self._names(odd)} {what}. The job goes on from the newest copy.",
-            suspect=odd[0] if len(odd) == 1 else None, nobody_died=True,
+            suspect=odd[0] if len(odd) == 1 else None,
         )

@@ -34,7 +34,7 @@ ALIKE = (
     "multiprocessing_context", "persistent_workers",
 )
 END = object()
-# For evaluations, by the user's loader: persistent workers outlive one evaluation
+# User's loader -> the loader that reads for it in evaluations. It is kept if its workers are persistent
 _evaluating: "weakref.WeakKeyDictionary[Any, _Fed]" = weakref.WeakKeyDictionary()
 
 
@@ -55,9 +55,9 @@ def splits(loader: Any) -> bool:
 class Source:
     """Reads any iterable. Each rank gets everything that its own iterable yields.
 
-    `replays`: False if the order does not matter. `tells`: whether the loader has a state, like torchdata's
-    StatefulDataLoader of an IterableDataset. `fingerprint`: a digest of the newest order, which must be equal on all
-    ranks, or "" if ranks may differ.
+    `replays`: whether a resume skips the batches of earlier steps; False if their order does not matter. `tells`:
+    whether copies hold the loader's own state, as of torchdata's StatefulDataLoader. `fingerprint`: a digest of the
+    newest order, which must be equal on all ranks, or "" if ranks may differ.
     """
 
     fingerprint = ""
@@ -275,7 +275,7 @@ def _digest(batches: list[Any]) -> str:
 
 def at_stop_iteration() -> bool:
     """Return whether the user's `except StopIteration` block is running. A resumed loop runs that block once for all
-    finished passes, so rankup can't tell which of these passes it followed."""
+    finished passes, so rankup can't tell after which of these passes the block runs."""
     return isinstance(sys.exc_info()[1], StopIteration)
 
 
@@ -291,7 +291,7 @@ class Batches:
         return len(self._source.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # After a resume, `for` loops visit finished passes too, without batches. `except StopIteration` skips them
+        # After a resume a finished pass has no batches left: `for` ends at once, `except StopIteration` skips the pass
         while not (yield from self._pass()) and at_stop_iteration():
             pass
 

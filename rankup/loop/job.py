@@ -59,8 +59,8 @@ class Job:
 
     @property
     def weight(self) -> float:
-        """The factor for the mean loss of this rank's part of the newest batch. With it, the average over the ranks is
-        the mean over the global batch. It is 1.0 if all parts have the same size. If a loop reads several loaders
+        """Multiply the mean loss of this rank's part of the newest batch by this factor. The average over the ranks is
+        then the mean over the global batch. It is 1.0 if all parts have the same size. If a loop reads several loaders
         together, each object that `job.batches` returned has its own `weight`."""
         self.loop.weight_asked = True
         return self.loop.weight
@@ -105,9 +105,9 @@ class Job:
     def change(self) -> Iterator[None]:
         """Change tracked state between epochs: `with job.change(): best["accuracy"] = accuracy`.
 
-        After a resume, the code outside the loops over batches may run again. If the copy already contains a block's
-        changes, rankup undoes them when the repeated block ends, so that no change counts twice. Raises UserError
-        inside a loop over `job.batches` or `job.steps`, whose code does not run again: use `job.step` there.
+        After a resume, the code outside the loops over batches may run again. If the copy already contains the changes
+        of this block, rankup undoes the repeated changes when the block ends, so that none counts twice. Raises
+        UserError inside a loop over `job.batches` or `job.steps`, whose code does not run again: use `job.step` there.
         """
         loop = self.loop
         if loop.running or self._step.inside or at_stop_iteration():
@@ -131,7 +131,7 @@ class Job:
         self._step.inside = False
 
     def save(self, *, wait: bool = False) -> None:
-        """Save a copy of the last commit, unless the newest copy holds it. All ranks call this at the same step.
+        """Save a copy of the last commit, unless the newest copy already has it. All ranks call this at the same step.
 
         A thread writes the copy while training continues; with `wait`, the call returns once the copy is complete.
         Raises UserError inside `job.step` or if the disk is full, and PeerLost if another attempt has taken the run.
@@ -169,7 +169,7 @@ class Job:
 
     def steps(self, total: int) -> Iterator[int]:
         """Iterate over the steps of a run of `total` steps, from the first unfinished one. Yields the number of steps
-        finished so far. Use it in a loop without epochs and loader, or whose batches depend only on the step.
+        finished so far. Use it in a loop that has no epochs and no loader, or whose batches depend only on the step.
 
         The body enters `job.step` once per pass. Raises Stopped, after a save, if the job was asked to stop.
         """
@@ -205,7 +205,7 @@ class Job:
                     "batches  a resume changes the random numbers that this loader's workers draw, unless the loader's "
                     "state holds them: keep a generator in the state of the data set"
                 )
-            self._batches[id(loader)] = Batches(self, source)  # keeps the loader alive, and so its id stays unique
+            self._batches[id(loader)] = Batches(self, source)  # keeps the loader alive, so that its id stays unique
         return self._batches[id(loader)]
 
     def eval_batches(self, loader: Any, *, pad: bool = False) -> Iterator[Any]:
@@ -231,8 +231,8 @@ class Job:
 
         `values`: numbers or scalar tensors of this rank, with the same names on all ranks. Every `log_every_steps`
         steps, the ranks exchange them, and rank 0 writes their mean to `metrics.jsonl` and TensorBoard as
-        `train/<name>`. With several ranks, each block first waits for the GPU, so that weights and host state agree.
-
+        `train/<name>`. With several ranks, the block begins only when the GPU has the gradients: if a rank were lost
+        before, the host's state (an optimizer's step count) would be a step ahead of the weights.
         When the block ends, the step is finished. Then rankup seeds the random numbers from seed, step and rank, and
         saves a copy if one is due. Raises Stopped, after a save, if the job was asked to stop. If the block raises, the
         step is not finished, and the job can't continue.
@@ -241,11 +241,11 @@ class Job:
         return self._step
 
     def commit(self) -> None:
-        """Make what the loop has done so far the state. The caller holds `self.commit_lock`."""
+        """Make the position of the loop and the tracked objects the state. The caller holds `self.commit_lock`."""
         position, loop = self.position, self.loop
         if loop.epoch != position.epoch:
             position.changes = 0
-        loop.changes_to_repeat = 0  # every block of job.change before this commit has been repeated
+        loop.changes_to_repeat = 0  # a resume repeats no block of job.change from before this commit
         position.epoch, position.streams, position.loaders = loop.epoch, [*loop.streams], [*loop.loaders]
         self.saving.loader_states = loop.loader_states()
         self.tracked.commit()
@@ -260,7 +260,7 @@ class Job:
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
         run.begin(step, lambda: self.reporting.open(commit, changed=changed))
-        run.newest = None  # frees the restored state, which would stay in every rank's memory
+        run.newest = None  # frees the restored state, which every rank would otherwise keep in memory
         if self.tracked.items:
             self.tracked.warn_of_others(group.log.warning)
         group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
@@ -278,7 +278,7 @@ class Job:
             group.watch.enter("step", timeout_s, step=self.position.step)
 
     def draw_anew(self) -> None:
-        """Seed from the step, the batches fetched since, and the rank, so that a resume needs no earlier state."""
+        """Seed all random numbers from the step, the batches fetched since, and the rank. Then copies need no state."""
         seed = derive_seed(self.settings.seed, self.position.step, self.rank)
         seed_everything(seed + self.loop.fetched, self.device)
 
@@ -295,15 +295,15 @@ class Job:
 
     @contextlib.contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Wrap the backward pass of `loss` in this block if `job.track` gets no DDP module. Otherwise rankup counts the
-        time for which a rank waits for others in it as slow computation."""
+        """Wrap the backward pass of `loss` in this block if `job.track` gets no DDP module. Otherwise the time for
+        which this rank waits for others in that pass counts as computation, and may make this rank look slow."""
         self.group.record.waiting = True
         self.clock.split_backward(loss)
         yield
         self.group.record.waiting = False
         self.clock.mark(WAITING)
 
-    # Beside the loop ------------------------------------------------------------------------------------------
+    # Outside of steps -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def phase(self, name: str, timeout_s: float) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The position of a run, and what the run reports: `state.json` of a copy, metrics, speed, slow ranks, the result."""
+"""The position of the loop, the format of `state.json`, and what a run reports: metrics, speed, slow ranks, result."""
 
 import json
 import platform
@@ -24,7 +24,7 @@ from rankup.state.saver import Options
 # state: each step, epoch and sample derives its own seed. rankup refuses a copy of another format, because the resumed
 # run would silently get other weights.
 FORMAT = 9
-OVER = -1  # stands for the number of batches of a pass that has ended; its loader's state belongs to the next pass
+OVER = -1  # the number of batches of a pass that has ended; its loader's state is the one for the next pass
 
 
 class LoopState:
@@ -51,7 +51,7 @@ class LoopState:
         self.streams, self.loaders, self.begun, self.sources, self.left = [], [], [], {}, {}
 
     def begin_pass(self, batches: Any, source: Any) -> tuple[int, Any]:
-        """Return the number of the pass that begins, the loader's next one in the copy or a new one, and its state."""
+        """Begin the loader's next pass of the copy, or else a new pass. Return its number and the loader's state."""
         if batches not in self.begun:
             self.begun.append(batches)
         loader = self.begun.index(batches)
@@ -125,8 +125,8 @@ class Reporting:
             self._reporter = Reporter(group, run.lineage.run, progress)
 
     def open(self, commit: dict[str, Any], *, changed: bool) -> None:
-        """Continue the files of the run, which this attempt owns. Rank 0 only. `commit`: the agents' commit, if nodes
-        may come and go. `changed`: whether the newest copy has another number of ranks."""
+        """Continue the files of the run, which this attempt owns. Rank 0 only. `commit`: the agents' message about the
+        newest membership, {} without agents. `changed`: whether the newest copy has another number of ranks."""
         # Remove an earlier result: readers would take it for the end of this run
         discard(self.group.run_dir / RESULT, check=self.run.owner.check)
         self.metrics = Metrics(

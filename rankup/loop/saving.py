@@ -30,7 +30,7 @@ CHANGE_S = 10.0
 
 
 class CommitLock:
-    """A lock around everything that turns the state of one step, `position` included, into the state of the next.
+    """A lock that the loop holds while it changes the state, `position` included, from that of one step to the next.
 
     A block that raises never releases the lock, because the state that it leaves belongs to no step. `alone`: there is
     only one rank."""
@@ -42,8 +42,8 @@ class CommitLock:
         self._failed = False  # a block raised, and its change never ends
         self._stream: Any = None  # the GPU's stream for `beside`
         if device.type == "cuda":
-            # Create the stream now: CUDA waits for an empty queue to create a process's first stream, and the queue
-            # never empties if a rank died. Its priority differs from NCCL's: torch has 32 streams each, and reuses them
+            # Create the stream now: to create a process's first stream, CUDA waits for an empty queue, and the queue
+            # never empties if a rank died. torch has 32 streams of a priority and reuses them: don't get one of NCCL's
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             self._changed = torch.Event(device)  # recorded after each change: the GPU is done with the newest one
 
@@ -75,7 +75,7 @@ class CommitLock:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Let the block copy finished data from the GPU, without a wait for work that is queued there."""
+        """Let the block copy finished data from the GPU without waiting for the work that is queued there."""
         if self._stream is None:
             yield
             return
@@ -86,7 +86,7 @@ class CommitLock:
 
 
 WAY_OUT = "Start from the beginning (fresh), or give the run another name."
-LOADERS = "rankup_loaders"  # the loaders' own states, beside the tracked items
+LOADERS = "rankup_loaders"  # the item of a copy that holds the loaders' own states
 
 
 class Saving:
@@ -106,9 +106,9 @@ class Saving:
         self.about: dict[str, Any] = {}
         self.loader_states: list[Any] = []
         self._place = f"{group.rank} of {group.world_size}"
-        # The newest copy in rank 0's folder. The run may have resumed from a newer rescue, which is only in memory
+        # Of the newest copy in rank 0's folder. The run may have resumed from a newer rescue, which is only in memory
         self._saved = Position.of(run.saved).key
-        # [step, ranks] for each change of the number of ranks, in a job whose nodes may come and go: for a replay
+        # [step, ranks] for each change of the number of ranks, if nodes may come and go. A replay of the run needs it
         self.ranks: list[list[int]] = []
         if run.newest is not None:
             self.ranks, items = run.newest.record.get("world_sizes", []), run.newest.tracked
@@ -149,7 +149,7 @@ class Saving:
         self.say_changed("torch", newest.record["versions"]["torch"], VERSIONS["torch"])
 
     def say_changed(self, what: str, before: Any, now: Any) -> None:
-        """Log what it means that `what` differs from the previous attempt."""
+        """If `what` is not as in the previous attempt, log it, and that the last bits of the weights will differ."""
         if before != now:
             self.group.log.info(f"  {what} was {before}, is {now}: the run goes on, but its last bits will differ")
 
@@ -182,7 +182,7 @@ class Saving:
         wanted = bool(self.tracked.items) and position.key != self._saved
         if wanted:
             self.agreement.compare(position.step)
-            run.wait()  # for the previous save, before the new state takes memory
+            run.wait()  # until the previous save has ended: two states may not fit into memory
             state = self.tracked.state()
             if self.tracked.split and not run.saver.sharded:
                 state = self.group.collective(lambda: gathered(state))
@@ -203,7 +203,7 @@ class Saving:
         self.run.parts.take(self.position.step, lambda: (self._record(self.position), self._own()))
 
     def _own(self) -> dict[str, Any]:
-        """Return what this rank holds of the last commit. A rank without its loader's state counts batches instead."""
+        """Return what this rank holds of the last commit. Other ranks that resume from it count their own batches."""
         state = self.tracked.state()
         if self.loader_states:
             state[LOADERS] = {self._place: self.loader_states}

@@ -4,14 +4,14 @@ from typing import Any
 
 from rankup.observe.stragglers import COMPUTE, WAITING
 
-FIRST_LINES = 10  # steps between lines before step `log_every_steps`, so that a short or slow loop shows its loss too
+FIRST_LINES = 10  # steps between lines until step `log_every_steps`, so that a short or slow loop shows its loss too
 WITHOUT_EPOCHS = 1000  # steps between saves in a loop without job.epochs
 
 
 class Step:
-    """The context manager of `Job.step`. One object serves all steps, and is no generator: the CPU's caches are cold
-    between steps, and each lookup costs up to a µs. `values`: those of the step that begins. `inside`: a block of
-    `job.step` or `job.change` has begun, and has not ended well."""
+    """What `Job.step` returns. One object serves all steps, and it is no generator with `contextlib`: between steps the
+    CPU's caches are cold, and each lookup costs up to a µs. `values`: the arguments of the newest call of `Job.step`.
+    `inside`: a block of `job.step` or `job.change` has begun and has not ended, or has raised."""
 
     def __init__(self, job: Any) -> None:
         """`job`: a `rankup.loop.job.Job`, whose module imports this one."""
@@ -23,11 +23,11 @@ class Step:
 
     def __enter__(self) -> None:
         job, tracked, step = self._job, self._tracked, self._position.step
-        values, self.values = self.values, {}  # a loss would keep the graph of its step alive
+        values, self.values = self.values, {}  # otherwise the loss would keep its graph in memory
         job.begin()
         if self.inside:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
-        # If this step still uses batches of the last epoch, no commit holds yet what followed that epoch's last batch
+        # If this step's batches are of two epochs, no commit has yet covered the code that ran between the epochs
         tracked.check_unchanged(after_epoch=self._loop.epoch != self._position.epoch)
         if step >= job.agreement.next:
             job.agreement.compare(step)

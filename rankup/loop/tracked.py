@@ -26,8 +26,8 @@ from rankup.errors import UserError
 from rankup.state.tree import ITEM, TensorFile, encode
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own value: buffers up to this total size are sent as one
-CHECKS = 20  # check all objects before this many steps, because a mistake in a loop shows in every step
-LARGE_BYTES = 64 * 2**20  # don't check larger tensors, except those of modules and optimizers
+CHECKS = 20  # only the first checks look at all objects: a mistake in a loop shows in every step
+LARGE_BYTES = 64 * 2**20  # compute no digests of larger tensors; parameters are checked without digests
 KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # contain no optimizers
 FILLED_IN_PLACE = (dict, list, torch.Tensor)
 WRAPPERS = (DistributedDataParallel, DataParallel)
@@ -58,7 +58,7 @@ class Tracked:
         self._checks = CHECKS
 
     def add(self, items: dict[str, Any]) -> None:
-        """Track `items` as well. Raises UserError, with its path, for a value that a copy can't hold."""
+        """Track `items` too. Raises UserError for a value that a copy can't hold. The message has the value's path."""
         for name, item in items.items():
             if name in self.items or not ITEM.fullmatch(name):
                 raise UserError(f"track: {name} must be a new name of letters and digits. Give the item another name.")
@@ -170,8 +170,8 @@ class Tracked:
             )
 
     def _look(self) -> dict[str, Any]:
-        """Return what reveals a change, by name: of a module, torch's count of changes in place for each parameter; of
-        an object that is neither module nor optimizer nor scheduler, a digest, because it may replace its tensors."""
+        """Return, by name, a value that changes with the item: for a module, torch's count of changes in place of each
+        parameter; for others, except optimizers and schedulers, a digest, because they may replace their tensors."""
         found: dict[str, Any] = {}
         for name, item in self.items.items():
             if isinstance(item, nn.Module):
@@ -201,8 +201,8 @@ class Tracked:
     # A copy ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the contents of a copy by name: the state of the last commit, unless a commit is under way. The
-        tensors are live, not cloned. A DTensor is this rank's part, see `gathered`."""
+        """Return what a copy holds, by name: the state of the last commit, unless a commit is under way. The tensors
+        are live, not cloned. A DTensor is this rank's part, see `gathered`."""
         state = self._state_of(self.items)
         for name, buffers in self._buffers.items():
             state[name].update({key: value for key, value in buffers.items() if key in state[name]})
@@ -213,7 +213,7 @@ class Tracked:
         return state
 
     def whole(self, name: str) -> Any:
-        """Return one item's state with whole tensors, on rank 0; live tensors if none is split. All ranks call this."""
+        """Return one item's state, all ranks together: live tensors, or if any is split, whole ones on rank 0 alone."""
         state = self._state_of({name: self.items[name]})[name]
         return gathered(state) if self.split else state
 
@@ -326,7 +326,7 @@ def gathered(value: Any) -> Any:
 
 
 def laid_out(value: Any, live: Any) -> Any:
-    """Lay out a whole tensor of a copy like `live`, of the same shape: in its memory format, and only this rank's part.
+    """Return the tensor `value` of a copy in the memory format of `live`, and only this rank's part if `live` is split.
 
     A copy may have been written in another memory format. Fused optimizer kernels walk through a parameter and its
     state in memory order: if the two formats differ, the kernels silently pair the wrong elements.
@@ -346,19 +346,19 @@ def fix_bucket_order(items: dict[str, Any]) -> list[str]:
     """Make each DDP module rebuild its buckets now, instead of after its first backward pass. All ranks call this.
 
     With three or more ranks, other buckets mean another order of sums: the first step after a resume would use DDP's
-    first buckets, where the uninterrupted run used the rebuilt ones. Therefore a backward pass of zeros at every start
+    first buckets, but the uninterrupted run used the rebuilt ones. Therefore a backward pass of zeros at every start
     shows DDP the parameters in a fixed order, last first. Returns the names of items for which this is impossible.
     """
     unfixed = []
     for name, item in items.items():
         for ddp in item.modules() if isinstance(item, nn.Module) else ():
             if not isinstance(ddp, DistributedDataParallel) or (ddp.find_unused_parameters and not ddp.static_graph):
-                continue  # DDP never rebuilds the buckets of the latter
+                continue  # with find_unused_parameters DDP never rebuilds buckets
             parameters = [p for p in ddp.module.parameters() if p.requires_grad]
             if ddp.static_graph or any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
                 unfixed.append(name)
                 continue
-            module, ddp.module = ddp.module, nn.Identity()  # so that the loss below decides the order
+            module, ddp.module = ddp.module, nn.Identity()  # the sum below, not the model's graph, decides the order
             try:
                 zero = ddp(torch.zeros(()))
                 for parameter in parameters:

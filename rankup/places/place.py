@@ -190,9 +190,7 @@ class Place:
                     ) from None
                 left_s = self.until_s - time.monotonic()
                 if left_s <= 0:
-                    raise PeerLost(
-                        f"{self.url} did not answer in time: {what}: {reason(error)}", nobody_died=True
-                    ) from None
+                    raise PeerLost(f"{self.url} did not answer in time: {what}: {reason(error)}") from None
                 if not told:
                     told = True
                     self.warn(f"{self.url} fails, retrying for {left_s:.0f} s: {what}: {reason(error)}")

@@ -1,7 +1,7 @@
-"""A loop in which one bit of one rank changes once, as a broken machine would: a weight, an entry of the optimizer or a
-gradient before or after the exchange. FLIP is `kind:rank:step:bit`, rank -1 for all. With the kind `product` it stays
-broken: in that fraction of its passes one bit of one product is wrong, with 2 all products of all passes, with 3 in
-another way each time; RECOMPUTE says how often all ranks compute one batch. It prints the digest of its weights."""
+"""A loop on a broken machine: one bit of one rank flips once, in a weight, in the optimizer's state or in a gradient
+before or after the exchange. FLIP is `kind:rank:step:bit`. Rank -1 means all ranks. The kind `product` stays broken,
+and `step` is the fraction of forward passes with one wrong bit in a product; 2 changes all products in the same way, 3
+in another way each time. RECOMPUTE is the interval of recomputed batches. The loop prints the digest of its weights."""
 
 import hashlib
 import os
@@ -23,12 +23,12 @@ step, bit = float(where[1]), int(where[2])
 recompute = int(os.environ.get("RECOMPUTE", "0"))
 job = rankup.init(sys.argv[1], save_every_steps=12, log_every_steps=20, compare_every_steps=6)
 here, broken = int(where[0]) in (-1, job.rank), Path(f"{sys.argv[1]}.broken")
-if (node := os.environ.get("NODE")) is not None:  # the machine that has this rank first is the broken one
+if (node := os.environ.get("NODE")) is not None:  # the first node that gets this rank is the broken one
     if here and not broken.exists():
         broken.write_text(node)
     here = broken.exists() and broken.read_text() == node
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-if nodes := int(os.environ.get("SPLIT", "0")):  # split among the ranks of a node, with the same on each node
+if nodes := int(os.environ.get("SPLIT", "0")):  # shard among the ranks of a node, with a replica on each node
     mesh = init_device_mesh("cpu", (nodes, job.world_size // nodes), mesh_dim_names=("nodes", "ranks"))
     model = fully_shard(net, mesh=mesh if nodes > 1 else mesh["ranks"])
 else:
@@ -38,7 +38,7 @@ job.track(model=model, optimizer=optimizer)
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """Once in the run; where LASTING says so in each attempt, another bit."""
+    """Flip one bit, once in the run. With LASTING flip another bit in each attempt."""
     marker, lasting = f"{sys.argv[1]}.flipped", "LASTING" in os.environ
     if here and job.step_number == step and (lasting or not os.path.exists(marker)):
         with open(marker, "a") as flips:
@@ -70,13 +70,13 @@ for number in job.steps(STEPS):
     x = torch.randn(12, 8, generator=torch.Generator().manual_seed(number)).chunk(job.world_size)[job.rank]
     if recompute and number % recompute == 0:
         before = torch.get_rng_state()
-        job.recompute(lambda x: loss_of(net, nn.functional.dropout(x, 0.1)), x)  # the same on all ranks
+        job.recompute(lambda x: loss_of(net, nn.functional.dropout(x, 0.1)), x)  # all ranks have the same x
         assert torch.equal(torch.get_rng_state(), before)
     loss = loss_of(model, x)
     optimizer.zero_grad()
     loss.backward()
     if kind == "gradient":
-        flip(net[2].bias.grad)  # never zero: no unit lies between it and the loss
+        flip(net[2].bias.grad)  # never zero: no ReLU lies between this bias and the loss
     with job.step(loss=loss):
         optimizer.step()
         if kind == "weight":
@@ -84,6 +84,6 @@ for number in job.steps(STEPS):
         elif kind == "optimizer":
             flip(optimizer.state[net[0].weight]["exp_avg"])
 job.finish()
-if job.is_main:  # only now all is compared
+if job.is_main:  # `finish` has compared the last steps
     local = [each.to_local() if hasattr(each, "to_local") else each for each in net.parameters()]
     print("digest", hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in local)).hexdigest())

@@ -1,6 +1,6 @@
-"""A loop of a user's own with much that loops have: DDP, batch norm, dropout, a GradScaler, two optimizers in one step,
-a schedule, gradients of two batches for each step, a step that the scaler skips, a loader with its own state, and code
-behind the last batch. It prints the digest of all that it tracks."""
+"""A user's own loop with most of what loops have: DDP, batch norm, dropout, a GradScaler, two optimizers in one step, a
+schedule, two accumulated batches for each step, a step that the scaler skips, a loader with its own state, and code
+after the last batch. It prints the digest of everything that it tracks."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ import rankup
 
 
 class Noise(IterableDataset):
-    """Random numbers of each rank, which can be asked for its state."""
+    """A data set with other random numbers on each rank. It has a state_dict."""
 
     first = at = 0
 
@@ -40,10 +40,10 @@ class Noise(IterableDataset):
 
 
 job = rankup.init(sys.argv[1], seed=3, save_every_steps=int(os.environ.get("SAVE_EVERY", "0")) or None)
-plain = "PLAIN" in os.environ  # nothing that another number of ranks changes by more than the order of sums
+plain = "PLAIN" in os.environ  # without layers that depend on the number of ranks
 points = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
 dataset = TensorDataset(points, points.sum(1).sign().long().clamp(0))
-loader = DataLoader(dataset, batch_size=12, shuffle=True, drop_last=True)  # 4 are left out
+loader = DataLoader(dataset, batch_size=12, shuffle=True, drop_last=True)  # drops 4
 warnings.filterwarnings("ignore", "'set_vital' is deprecated")
 noise = StatefulDataLoader(Noise(), batch_size=None)
 net = nn.Sequential(
@@ -51,38 +51,38 @@ net = nn.Sequential(
 )
 last = nn.Linear(16, 2)
 if os.environ.get("COMPILE") == str(job.rank):
-    warnings.filterwarnings("ignore", "The .grad attribute")  # its tracer looks at every tensor's
+    warnings.filterwarnings("ignore", "The .grad attribute")  # torch.compile reads .grad of every tensor
     last = torch.compile(last, backend="eager")
 body, head = (DistributedDataParallel(each.to(job.device)) for each in (net, last))
 if os.environ.get("COMPILE") == str(job.rank):
     body = torch.compile(body, backend="eager")
 sgd = torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
 adam = torch.optim.AdamW(head.parameters(), lr=0.01)
-scheduler = torch.optim.lr_scheduler.MultiStepLR(sgd, [6, 6, 15], 0.5)  # keeps a Counter with numbers as keys
+scheduler = torch.optim.lr_scheduler.MultiStepLR(sgd, [6, 6, 15], 0.5)  # keeps a Counter with int keys
 scaler = torch.amp.GradScaler(job.device.type, init_scale=2.0**10, growth_interval=5)
 best, history, passes = {"accuracy": 0.0, "epochs": 0}, [], torch.zeros(2)
 tracked = {"body": body, "head": head, "sgd": sgd, "adam": adam, "scheduler": scheduler, "scaler": scaler, "best": best,
            "history": history, "passes": passes}
 if "UNTRACKED" not in os.environ:
     job.track(**tracked)
-else:  # two loaders together
+else:  # iterate over two loaders at once
     uneven, even = job.batches(DataLoader(dataset, batch_size=10)), job.batches(loader)
     for (x, _), (y, _) in zip(uneven, even, strict=False):
         assert (uneven.weight, even.weight) == (len(x) * job.world_size / 10, 1.0)
         assert len(y) == 4
-        assert job.weight == even.weight  # of the newest batch
+        assert job.weight == even.weight  # job.weight is that of the newest batch
         break
 
 if job.is_main:
     names = sorted(each.name for each in threading.enumerate() if type(each) is threading.Thread)
-    print(f"threads {' '.join(names)}\n", end="")  # in one piece: all ranks write
+    print(f"threads {' '.join(names)}\n", end="")  # in one write: other ranks print too
 die = os.environ.get("DIE", "")  # "rank:step:signal", once
 mistake = os.environ.get("MISTAKE", "")
 for _epoch in job.epochs(6):
     net.train()
     noises = iter(job.batches(noise))
     for number, (x, y) in enumerate(job.batches(loader)):
-        accumulates = number % 2 == 0  # a run never goes on in the middle of a step
+        accumulates = number % 2 == 0  # a run never resumes in the middle of a step
         more = 0.0 if accumulates or plain else next(noises).to(job.device)
         with body.no_sync() if accumulates else contextlib.nullcontext():
             seen = head(body(x.to(job.device)) + more)
@@ -104,7 +104,7 @@ for _epoch in job.epochs(6):
         if die.split(":")[:2] == [str(job.rank), str(job.step_number)] and not os.path.exists(f"{sys.argv[1]}.died"):
             open(f"{sys.argv[1]}.died", "w").close()
             os.kill(os.getpid(), number := int(die.split(":")[2]))
-            if number == signal.SIGTERM:  # else it stops any number of steps later
+            if number == signal.SIGTERM:  # otherwise the stop may come any number of steps later
                 from tests.rigs.faulting_workload import stop_is_known
 
                 while not stop_is_known(job.group.stop):

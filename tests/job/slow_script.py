@@ -1,4 +1,4 @@
-"""A compiled loop that counts steps. Rank 1 computes more slowly: it sleeps, which takes no CPU from the others."""
+"""A compiled loop whose rank 1 is slower. It sleeps, which takes no CPU time from the other ranks."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ model = torch.compile(DistributedDataParallel(torch.nn.Linear(8, 2).to(job.devic
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 job.track(model=model, optimizer=optimizer)
 names = sorted(each.name for each in threading.enumerate() if type(each) is threading.Thread)
-print(f"threads {' '.join(names)}\n", end="")  # in one piece: all ranks write
+print(f"threads {' '.join(names)}\n", end="")  # in one write: other ranks print too
 for step in job.steps(100):
     time.sleep(0.1 if job.rank else 0.005)
     loss = model(torch.full((4, 8), step / 100, device=job.device)).square().mean()

@@ -1,4 +1,4 @@
-"""A rank that computes wrongly, without an error, is found and named, and the run ends as if nothing had been."""
+"""A rank that silently computes wrong numbers is found and named, and the run ends with an undisturbed run's state."""
 
 import contextlib
 import json
@@ -25,9 +25,9 @@ def run(forks: Forks, folder: Path, ranks: int, code: int = 0, **env: str) -> st
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("weight", 3), ("optimizer", 2), ("gradient", 3)])
-def test_flipped_bit_is_found_named_and_undone(once: Once, forks: Forks, tmp_path: Path, kind: str, ranks: int) -> None:
+def test_flipped_bit_is_found_and_undone(once: Once, forks: Forks, tmp_path: Path, kind: str, ranks: int) -> None:
     undisturbed = once(f"corruption-{ranks}", lambda: said(run(forks, tmp_path / "undisturbed", ranks)))
-    # A lower bit may be lost in the rounding of the steps until the states are compared
+    # Rounding may hide a lower bit before the states are compared
     lowest = {"weight": 1, "optimizer": 4, "gradient": 12}[kind]
     rank, step, bit = random.randrange(ranks), random.randrange(2, 38), random.randrange(lowest, 24)
     output = run(forks, tmp_path / "flipped", ranks, FLIP=f"{kind}:{rank}:{step}:{bit}")
@@ -41,8 +41,8 @@ def test_flipped_bit_is_found_named_and_undone(once: Once, forks: Forks, tmp_pat
 
 
 @pytest.mark.parametrize("ranks", [3, 2])
-def test_fault_that_comes_again_ends_the_job_and_names_the_rank(forks: Forks, tmp_path: Path, ranks: int) -> None:
-    """Another bit each time, as of a broken machine."""
+def test_lasting_fault_ends_the_job_and_names_the_rank(forks: Forks, tmp_path: Path, ranks: int) -> None:
+    """Each attempt flips another bit, as a broken machine would."""
     output = run(forks, tmp_path, ranks, code=171, FLIP="weight:1:20:9", LASTING="1")
     assert "a lasting fault" in output
     rows = [json.loads(line) for line in (tmp_path / "run" / RECORD).read_text().splitlines()]
@@ -53,10 +53,10 @@ def test_fault_that_comes_again_ends_the_job_and_names_the_rank(forks: Forks, tm
 
 
 @pytest.mark.parametrize(("ranks", "fsdp"), [(3, "0"), (2, "0"), (2, "1")])
-def test_rank_that_goes_on_computing_wrongly_before_the_exchange_is_named(
+def test_rank_with_wrong_gradients_before_the_exchange_is_named(
     forks: Forks, tmp_path: Path, ranks: int, fsdp: str
 ) -> None:
-    """All ranks get the same wrong sum, so that no comparison of states finds it."""
+    """All ranks get the same wrong sum, so a comparison of states can't find it."""
     output = run(forks, tmp_path, ranks, code=171, FLIP="product:1:1:0", RECOMPUTE="1", SPLIT=fsdp)
     assert "rank 1 on" in re.search(r"silent corruption before step \d+: (.*) computed other", output)[1]
     rows = [json.loads(line) for line in (tmp_path / "run" / RECORD).read_text().splitlines()]
@@ -66,8 +66,8 @@ def test_rank_that_goes_on_computing_wrongly_before_the_exchange_is_named(
     assert 1 in {end["suspect"] for end in ends if "silent" in end["why"]}
 
 
-def test_node_of_the_rank_that_is_named_is_left_out(once: Once, forks: Forks, tmp_path: Path) -> None:
-    """A spare takes its place, and the run ends as if nothing had been."""
+def test_node_of_a_rank_that_computes_wrongly_is_left_out(once: Once, forks: Forks, tmp_path: Path) -> None:
+    """A spare takes its place, and the run ends with the undisturbed state."""
     undisturbed = once("corruption-3", lambda: said(run(forks, tmp_path / "undisturbed", 3)))
     line = ("launch", "--nnodes=3", "--spares=1", "--max-failures-per-node=1", "--wait-for-node=0.5",
             "--master-addr=127.0.0.1", f"--master-port={free_port()}", f"--run-dir={tmp_path}/run")
@@ -87,8 +87,8 @@ def test_node_of_the_rank_that_is_named_is_left_out(once: Once, forks: Forks, tm
     assert [row["odd"] for row in rows] == [[1]]
 
 
-def test_program_computes_a_batch_on_all_ranks_where_it_is_set(forks: Forks, tmp_path: Path) -> None:
-    """Which changes no bit of a healthy run: the model draws random numbers and has a batch norm."""
+def test_program_recomputes_a_batch_on_all_ranks(forks: Forks, tmp_path: Path) -> None:
+    """This changes no bit of a healthy run, although the model draws random numbers and has a batch norm."""
     line = ("train", "--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=96",
             "--batch-size=24", "--max-steps=5", "--run-dir", tmp_path, "--tensorboard=false")
     for name, every in (("without", "0"), ("with", "2")):
@@ -100,16 +100,16 @@ def test_program_computes_a_batch_on_all_ranks_where_it_is_set(forks: Forks, tmp
     assert re.search(r"silent corruption before step 1: rank 0 on \S+, rank 1 on \S+ computed other", output)
 
 
-def test_loss_that_differs_each_time_on_most_ranks_is_no_corruption(forks: Forks, tmp_path: Path) -> None:
+def test_loss_that_differs_each_time_on_most_ranks_is_not_called_corruption(forks: Forks, tmp_path: Path) -> None:
     output = run(forks, tmp_path, 3, FLIP="product:-1:3:0", RECOMPUTE="1")
     assert "recompute: the loss must give the same bits each time, got other bits on most ranks" in output
     assert not (tmp_path / "run" / RECORD).exists()
 
 
-def test_flipped_bit_in_a_split_weight_is_found_where_there_is_a_replica(
+def test_flipped_bit_in_a_sharded_weight_with_a_replica_is_found(
     once: Once, forks: Forks, tmp_path: Path
 ) -> None:
-    """Of hybrid sharding: ranks 1 and 3 hold the same part."""
+    """With hybrid sharding ranks 1 and 3 hold the same part."""
     undisturbed = once("corruption-hybrid", lambda: said(run(forks, tmp_path / "undisturbed", 4, SPLIT="2")))
     output = run(forks, tmp_path / "flipped", 4, FLIP=f"weight:3:{random.randrange(2, 38)}:9", SPLIT="2")
     assert said(output) == undisturbed
@@ -128,13 +128,13 @@ def test_each_flipped_bit_changes_the_digest() -> None:
     sound = digests_of(items)
     tensors = [*net.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
     for tensor in tensors:
-        bits = tensor.detach().reshape(-1).view(torch.int16)  # of one element too: a counter of steps
+        bits = tensor.detach().reshape(-1).view(torch.int16)  # flatten first: a counter of steps has no dimension
         for place, bit in [(-1, 15), *((random.randrange(len(bits)), random.randrange(16)) for _ in range(5))]:
             bits[place] ^= torch.tensor(1 << bit).to(torch.int16)
             assert digests_of(items) != sound
             bits[place] ^= torch.tensor(1 << bit).to(torch.int16)
     assert digests_of(items) == sound
-    with torch.no_grad():  # two tensors in each other's place
+    with torch.no_grad():  # exchange two tensors
         first, second = optimizer.state[net[1].weight]["exp_avg"], optimizer.state[net[1].bias]["exp_avg"]
         second.mul_(2)
         doubled = digests_of(items)
@@ -148,5 +148,5 @@ def test_each_flipped_bit_changes_the_digest() -> None:
     ([7, 7, 7], []), ([7, 8, 7], [1]), ([8, 7, 7], [0]), ([7, 8], [0, 1]), ([1, 2, 3], [0, 1, 2]),
     ([1, 1, 2, 2], [0, 1, 2, 3]), ([1, 1, 1, 2, 3], [3, 4]),
 ])
-def test_odd_ones_are_those_outside_the_majority(values: list[int], odd: list[int]) -> None:
+def test_odd_ones_lists_ranks_outside_the_majority(values: list[int], odd: list[int]) -> None:
     assert odd_ones(values) == odd

@@ -1,8 +1,8 @@
-"""A loop of a user's own keeps the promises: the digest of its state, whoever starts and whatever ends its ranks.
+"""A user's own loop keeps the promises: its state has the same digest, whoever starts and whatever ends its ranks.
 
-Three ranks: two sum in one order only. The tests that go on from a copy hold the rules of exactness: without the order
-of the samples, the random state, types that JSON does not keep, or buffers as of the last commit, each kill ends with
-another digest. The kill at the end of an epoch alone shows the fixed order of DDP's buckets.
+It has three ranks, because a sum of two numbers is the same in either order. The tests that resume from a copy hold the
+rules of exactness: without the order of samples, the random state, types that JSON loses, or buffers as of the last
+commit, each kill changes the digest. Only the kill at the end of an epoch tests the fixed order of DDP's buckets.
 """
 
 import json
@@ -27,13 +27,13 @@ RANKS = 3
 
 
 def by_hand(forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, die: str = "", **env: str) -> str:
-    """What ranks without a launcher print: the five variables."""
+    """Run ranks without a launcher, with the five variables set. Return what they print."""
     return forks.ends(STRUCK, SCRIPT, folder / "run", world_size=ranks, cwds=[folder] * ranks,
                       preload="tests.rigs.struck:by_fork", env={**env, "DIE": die}, code=code)
 
 
 def ran(forks: Forks, folder: Path, text: str, *, ranks: int = 1, code: int = 0, **env: str) -> str:
-    """What ranks print that run this script."""
+    """Run a script of this text without a launcher. Return what its ranks print."""
     (folder / "script.py").write_text(text)
     return forks.ends(STRUCK, folder / "script.py", world_size=ranks, cwds=[folder] * ranks, env=env, code=code,
                       preload="tests.rigs.struck:by_fork")
@@ -59,20 +59,20 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
     env = {"DIE": f"{where}:{int(how)}", "COMPILE": where[0] if where == "1:13" else ""}
     output = forks.ends(*line, cwds=[tmp_path], env=env)
     assert "no finished step was lost" in output
-    assert ("Fatal Python error: Segmentation fault" in output) == crash  # with the line of Python it came from
-    assert said(output) == undisturbed  # also where the killed rank had its model compiled
+    assert ("Fatal Python error: Segmentation fault" in output) == crash  # faulthandler names the line of Python
+    assert said(output) == undisturbed  # also if the killed rank had compiled its model
     assert f"steps: {tmp_path}/run/; rankup status {tmp_path}/run" in output
-    # The values of a loop that ends before log_every_steps, 50
+    # metrics.jsonl has these values although the loop ends before log_every_steps, 50
     assert [line["step"] for line in metrics(tmp_path / "run") if "train/loss" in line] == [10, 20]
     logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
     assert logs.keys() == {f"rank-{rank}.log" for rank in range(RANKS)}
     assert all("no finished step was lost" in text for text in logs.values())
-    # What the script prints itself is there too, and what rankup prints stands there once
+    # The log has the script's own output, and rankup's lines only once
     assert [logs["rank-0.log"].count(line) for line in (f" r0 digest {undisturbed}\n", " finished after ")] == [1, 1]
 
 
-def test_stopped_job_goes_on_with_the_same_bits_under_torchrun(undisturbed: str, forks: Forks, tmp_path: Path) -> None:
-    """Under mpirun: tests/parallel/test_methods_kills.py."""
+def test_stopped_job_resumes_with_the_same_bits_under_torchrun(undisturbed: str, forks: Forks, tmp_path: Path) -> None:
+    """tests/parallel/test_methods_kills.py tests it under mpirun."""
     output = by_hand(forks, tmp_path, code=143, die=f"0:5:{int(signal.SIGTERM)}")
     assert "The same command goes on from it" in output
     line = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", SCRIPT, tmp_path / "run")
@@ -81,8 +81,8 @@ def test_stopped_job_goes_on_with_the_same_bits_under_torchrun(undisturbed: str,
     assert said(again) == undisturbed
 
 
-def test_job_goes_on_with_more_ranks_and_differs_by_the_order_of_sums_alone(forks: Forks, tmp_path: Path) -> None:
-    """Without dropout and batch norm, which depend on the rank."""
+def test_job_resumed_with_more_ranks_differs_only_by_the_order_of_sums(forks: Forks, tmp_path: Path) -> None:
+    """The loop has no dropout and no batch norm here, because they depend on the number of ranks."""
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole = by_hand(forks, tmp_path / "whole", ranks=2, PLAIN="1")
@@ -90,10 +90,10 @@ def test_job_goes_on_with_more_ranks_and_differs_by_the_order_of_sums_alone(fork
     parts = by_hand(forks, tmp_path / "parts", PLAIN="1")
     assert "world size was 2, is 3" in parts
     assert said(parts) != said(whole)
-    assert said(whole, "threads") == "lease line reporter watch"  # of rank 0; one of TensorBoard's comes later
+    assert said(whole, "threads") == "lease line reporter watch"  # rank 0's; TensorBoard adds one later
     weights = json.loads(said(whole, "weights"))
     assert json.loads(said(parts, "weights")) == pytest.approx(weights, rel=1e-4, abs=1e-6)
-    # The copy as one file, with all the types that this loop keeps
+    # `rankup export` writes the copy as one file, with all types that this loop tracks
     assert cli.main(["export", "run", str(tmp_path / "all.pt"), "--run-dir", str(tmp_path / "whole")]) == 0
     found = torch.load(tmp_path / "all.pt", weights_only=True)
     assert [value for name in ("body", "head") for each in found[name].values() for value in each.flatten()] == weights
@@ -102,8 +102,8 @@ def test_job_goes_on_with_more_ranks_and_differs_by_the_order_of_sums_alone(fork
     assert cli.main(["export", str(tmp_path / "whole" / "run"), str(tmp_path / "x.pt"), "--item", "net"]) == 2
 
 
-def test_loop_that_tracks_nothing_stops_and_says_so(forks: Forks, tmp_path: Path) -> None:
-    """Which also reads two loaders together: each has its own weight."""
+def test_loop_that_tracks_nothing_says_so_when_it_stops(forks: Forks, tmp_path: Path) -> None:
+    """The loop also reads two loaders at once, each with its own weight."""
     output = by_hand(forks, tmp_path, code=143, die=f"2:5:{int(signal.SIGTERM)}", UNTRACKED="1")
     assert "nothing is tracked, so nothing was saved" in output
 
@@ -118,10 +118,10 @@ def test_loop_that_tracks_nothing_stops_while_it_waits_for_data(forks: Forks, tm
     assert "stopped at step 1, nothing is tracked" in output
 
 
-def test_rank_0_saves_where_others_leave_before_they_come_to_the_step_at_which_all_stop(
+def test_rank_0_saves_when_others_leave_before_the_agreed_step(
     forks: Forks, tmp_path: Path
 ) -> None:
-    """Memory is not enough: the job may go on on other machines. A script may change its folder meanwhile."""
+    """A copy in memory is not enough: the job may resume on other machines. The script also changes its folder."""
     text = (
         "import os, signal, time, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         "os.chdir('..')\nfor step in job.steps(10**6):\n    with job.step():\n        count['n'] += 1\n"
@@ -132,7 +132,7 @@ def test_rank_0_saves_where_others_leave_before_they_come_to_the_step_at_which_a
     assert [*(tmp_path / "run" / "checkpoints").glob("step-*")]
 
 
-def test_what_ranks_hold_differently_is_said_once(forks: Forks, tmp_path: Path) -> None:
+def test_state_that_differs_among_ranks_is_reported_once(forks: Forks, tmp_path: Path) -> None:
     text = (
         "import torch, rankup\njob, own, same = rankup.init('run'), {'n': 0}, {'n': 0}\n"
         "norm = torch.nn.BatchNorm1d(1)\nnorm.register_buffer('x', torch.eye(2).to_sparse(), persistent=False)\n"
@@ -147,7 +147,7 @@ def test_what_ranks_hold_differently_is_said_once(forks: Forks, tmp_path: Path) 
     ("job.track(own=[job.rank])", "track: own"),
     ("next(iter(job.batches(DataLoader(range(9), sampler=[job.rank] * 9))))", "batches: the order of the samples"),
 ])
-def test_what_must_be_equal_on_all_ranks_and_is_not_is_refused(
+def test_ranks_that_must_be_equal_and_differ_are_refused(
     forks: Forks, tmp_path: Path, line: str, what: str
 ) -> None:
     text = f"import rankup\nfrom torch.utils.data import DataLoader\njob = rankup.init('run')\n{line}\n"
@@ -155,12 +155,12 @@ def test_what_must_be_equal_on_all_ranks_and_is_not_is_refused(
 
 
 @pytest.mark.parametrize("where", ["outside", "before", "epoch"])
-def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: Path, where: str) -> None:
+def test_tracked_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: Path, where: str) -> None:
     output = by_hand(forks, tmp_path, code=2, ranks=1, MISTAKE=where)
     assert "track: best must change only inside job.step" in output
 
 
-def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Forks, tmp_path: Path) -> None:
+def test_change_before_a_stop_counts_once(forks: Forks, tmp_path: Path) -> None:
     text = (
         "import os, signal, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         "for epoch in job.epochs(2):\n    for _ in job.batches([1, 2]):\n        with job.step():\n            pass\n"
@@ -173,7 +173,7 @@ def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Fo
     assert said(ran(forks, tmp_path, text), "count") == "{'n': 2}"
 
 
-def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_counts_once(forks: Forks, tmp_path: Path):
+def test_scheduler_step_after_an_epoch_without_a_last_step_counts_once(forks: Forks, tmp_path: Path):
     text = (
         "import os, warnings, torch, rankup\nwarnings.filterwarnings('ignore', 'Detected call')  # of a new process\n"
         "job = rankup.init('run', save_every_steps=1)\nnet = torch.nn.DataParallel(torch.nn.Linear(1, 1))\n"
@@ -193,8 +193,8 @@ def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_cou
 
 
 @pytest.mark.parametrize("passes", ["range(3)", "job.epochs(3)"])
-def test_change_before_and_between_passes_counts_once(forks: Forks, tmp_path: Path, passes: str) -> None:
-    """And a schedule, which needs no job.change."""
+def test_changes_between_passes_count_once(forks: Forks, tmp_path: Path, passes: str) -> None:
+    """So does a scheduler's step, which needs no job.change."""
     text = (
         "import os, warnings, torch, rankup\njob, count = rankup.init('run', save_every_steps=1), {'n': 0}\n"
         "warnings.filterwarnings('ignore', 'Detected call')\nsgd = torch.optim.SGD([torch.zeros(1)], lr=1.0)\n"
@@ -210,8 +210,8 @@ def test_change_before_and_between_passes_counts_once(forks: Forks, tmp_path: Pa
 
 
 @pytest.mark.parametrize("loader", ["StatefulDataLoader(range(4), batch_size=None, num_workers=1)", "range(4)"])
-def test_loop_without_epochs_goes_on_in_its_newest_pass(forks: Forks, tmp_path: Path, loader: str) -> None:
-    """Of which the state of a loader is then. A pass that was broken off is over. A second stop comes before a step."""
+def test_loop_without_epochs_resumes_in_its_newest_pass(forks: Forks, tmp_path: Path, loader: str) -> None:
+    """A loader's saved state is that of its newest pass. `break` ends a pass. The second stop comes before a step."""
     text = (
         "import os, signal, time, warnings, rankup\nfrom torchdata.stateful_dataloader import StatefulDataLoader\n"
         "from tests.rigs.faulting_workload import stop_is_known\n"
@@ -230,7 +230,7 @@ def test_loop_without_epochs_goes_on_in_its_newest_pass(forks: Forks, tmp_path: 
     assert said(ran(forks, tmp_path, text), "seen") == str([0, 1, 2, *range(4), *range(4)])
 
 
-def test_loaders_that_begin_again_at_stop_iteration_go_on_where_each_was(forks: Forks, tmp_path: Path) -> None:
+def test_loaders_restarted_at_stop_iteration_resume_at_their_own_places(forks: Forks, tmp_path: Path) -> None:
     text = (
         "import os, rankup\njob, seen, loaders = rankup.init('run'), [], (range(4), range(7))\njob.track(seen=seen)\n"
         "passes = [iter(job.batches(it)) for it in loaders]\ndef take(n):\n    try:\n        return next(passes[n])\n"
@@ -249,7 +249,7 @@ def test_loaders_that_begin_again_at_stop_iteration_go_on_where_each_was(forks: 
     ("loader = [1, 2]", "batches: `except StopIteration` must restart a loader that was used before"),
 ])
 def test_change_in_except_stop_iteration_is_refused(forks: Forks, tmp_path: Path, done: str, why: str) -> None:
-    """A resumed loop comes there once for all earlier passes."""
+    """A resumed loop reaches the `except` once for all earlier passes together."""
     text = (
         "import warnings, torch, rankup\njob, it = rankup.init('run'), iter(())\nwarnings.filterwarnings('ignore')\n"
         "sgd = torch.optim.SGD([torch.zeros(1)])\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
@@ -262,13 +262,13 @@ def test_change_in_except_stop_iteration_is_refused(forks: Forks, tmp_path: Path
 
 
 @pytest.mark.parametrize("block", ["step", "change"])
-def test_save_inside_a_block_is_refused_and_a_log_is_not(forks: Forks, tmp_path: Path, block: str) -> None:
+def test_save_inside_a_step_or_change_is_refused_and_log_is_not(forks: Forks, tmp_path: Path, block: str) -> None:
     text = f"import rankup\njob = rankup.init('run')\nwith job.{block}():\n    job.log(n=1)\n    job.save()\n"
     assert "save: it must be called outside job.step and job.change" in ran(forks, tmp_path, text, code=2)
 
 
-def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) -> None:
-    """A resume between them goes on with the next batch."""
+def test_several_steps_for_one_batch_are_reported(forks: Forks, tmp_path: Path) -> None:
+    """A resume between these steps continues with the next batch."""
     text = (
         "import rankup\njob = rankup.init('run')\nfor _ in job.batches([1, 2]):\n    for _ in range(2):\n"
         "        with job.step():\n            pass\njob.finish()\n"
@@ -277,7 +277,7 @@ def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) ->
     assert output.count("a batch took several steps") == 1
 
 
-def test_lasting_workers_of_a_loader_that_each_epoch_builds_anew_end(forks: Forks, tmp_path: Path) -> None:
+def test_persistent_workers_of_loaders_from_earlier_epochs_end(forks: Forks, tmp_path: Path) -> None:
     text = (
         "import psutil, rankup\nfrom torch.utils.data import DataLoader\njob = rankup.init('run', save_every_steps=0)\n"
         "for _ in job.epochs(4):\n"
@@ -288,7 +288,7 @@ def test_lasting_workers_of_a_loader_that_each_epoch_builds_anew_end(forks: Fork
     assert said(output, "workers") in ("0", "1")
 
 
-def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -> None:
+def test_finished_job_keeps_no_tracked_object_alive(forks: Forks, tmp_path: Path) -> None:
     text = (
         "import gc, weakref, torch, rankup\njob, model = rankup.init('run'), torch.nn.Linear(1, 1)\n"
         "job.track(model=model, sgd=torch.optim.SGD(model.parameters()))\n"
@@ -298,8 +298,8 @@ def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -
     assert said(ran(forks, tmp_path, text), "left") == "None"
 
 
-def test_owner_is_looked_at_once_the_result_is_written_and_before_it_is_there(forks: Forks, tmp_path: Path) -> None:
-    """A process that was frozen meanwhile would overwrite its successor's."""
+def test_owner_is_checked_before_a_written_result_gets_its_name(forks: Forks, tmp_path: Path) -> None:
+    """Otherwise a process that was frozen in between would overwrite its successor's result."""
     text = (
         "import rankup\nfrom pathlib import Path\njob, seen = rankup.init('run'), []\nlook = job.run.owner.check\n"
         "def check():\n    look()\n    seen.extend(each.name for each in Path('run').glob('*result.json*'))\n"
@@ -310,7 +310,7 @@ def test_owner_is_looked_at_once_the_result_is_written_and_before_it_is_there(fo
 
 
 @pytest.mark.parametrize("loop", ["batches([1, 2])", "steps(2)"])
-def test_loop_that_has_no_step_is_refused(forks: Forks, tmp_path: Path, loop: str) -> None:
+def test_loop_that_changes_state_without_a_step_is_refused(forks: Forks, tmp_path: Path, loop: str) -> None:
     text = (
         "import rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         f"for _ in job.{loop}:\n    count['n'] += 1\njob.finish()\n"
@@ -318,10 +318,10 @@ def test_loop_that_has_no_step_is_refused(forks: Forks, tmp_path: Path, loop: st
     assert "track: count must change only inside job.step" in ran(forks, tmp_path, text, code=2)
 
 
-def test_slow_rank_is_named_status_has_speed_and_goodput_and_ranks_can_be_asked_for_stacks(
+def test_slow_rank_is_named_and_status_has_speed_and_goodput(
     forks: Forks, tmp_path: Path
 ) -> None:
-    """Whose steps report no values, and which names no run."""
+    """The steps report no values, and the script names no run. Both ranks also write stacks."""
     output = forks.ends("launch", "--nproc=2", "-m", "tests.job.slow_script", cwds=[tmp_path])
     assert re.search(r"rank 1 \(.*\) is \d+ % slower than the other, since step \d+: compute", output)
     assert "threads watch\n" in output

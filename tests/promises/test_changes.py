@@ -1,8 +1,8 @@
-"""Nodes are killed, frozen, cut off and come back, in random order: no step is lost, no two parts of the job go on, and
-the replay ends with the same bits.
+"""Nodes are killed, frozen, cut off and started again in random order. No step is lost, the job never splits into two
+that both keep training, and a replay of the run ends with the same bits.
 
-The seed is in the name of each test: `make unit ARGS='tests/promises/test_changes.py -k "[17]"'`. `make soak` runs 200;
-`RANKUP_RUNS=100 RANKUP_SEED=1000 python -m pytest -n 4 tests/promises/test_changes.py` others, four at once.
+The seed is in the name of each test: `make unit ARGS='tests/promises/test_changes.py -k "[17]"'`. `make soak` runs 200.
+`RANKUP_RUNS=100 RANKUP_SEED=1000 python -m pytest -n 4 tests/promises/test_changes.py` runs others, four at once.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ FIRST = int(os.environ.get("RANKUP_SEED", "2"))
 STEPS = 400
 SETTLE_S = 60.0
 
-# Each rank writes down each step that it has finished. The steps are slow as long as things happen to the nodes
+# Each rank records every step that it finishes. The steps are slow until the test creates the file `go`
 SCRIPT = f"""
 import hashlib, os, pathlib, socket, sys, time
 import rankup, torch
@@ -61,7 +61,7 @@ if job.is_main:
 
 
 class Sequence:
-    """One job and what happens to it."""
+    """One job, and the random faults that the test causes in its nodes."""
 
     def __init__(self, seed: int, folder: Path, forks: Forks) -> None:
         self.random, self.folder, self.forks = random.Random(seed), folder, forks
@@ -72,7 +72,7 @@ class Sequence:
         self.where = choose.choice(("shared", "shared", "own"))
         self.net, self.port = Net(folder / "net", self.count), free_port()
         for node in self.net.nodes:
-            node.run("mount -t tmpfs tmpfs /dev/shm")  # where a rescue lies
+            node.run("mount -t tmpfs tmpfs /dev/shm")  # each node needs its own memory: a rescue is written there
         self.options = (f"--nnodes={self.least}:{self.most}", f"--spares={self.count - self.most}",
                         "--wait-for-node=0.5", "--lost-after-s=2", "--join-timeout-s=100", "--max-restarts=100")
         self.agents: dict[int, Process] = {}
@@ -92,7 +92,7 @@ class Sequence:
         self.agents[node] = job.processes[0]
         self.outputs.append((f"node {node}", job.processes[0]))
 
-    # What happens ---------------------------------------------------------------------------------------------------
+    # The faults -----------------------------------------------------------------------------------------------------
 
     def tell(self, what: str) -> None:
         self.told.append(f"{time.time():.2f} {what}")
@@ -118,7 +118,7 @@ class Sequence:
                 process.kill()
 
     def happen(self) -> None:
-        """One thing, to nodes that it can happen to without an end of the job."""
+        """Cause one random fault, or undo one. Choose only nodes without which the job can continue."""
         choose, up = self.random, [node for node in self.agents if node not in self.frozen]
         kinds = ["rank", "freeze", "cut", "agent", "return", "return"]
         kind = choose.choice(kinds)
@@ -141,15 +141,15 @@ class Sequence:
             self.parted = 1
             self.net.part(some, others)
         elif kind == "agent" and not self.parted and not self.frozen and len(up) > 2:
-            self.settle()  # else those that know of the last change may all be gone
-            time.sleep(2.0)  # until a spare has its vote
+            self.settle()  # otherwise all nodes that know of the last change may be gone
+            time.sleep(2.0)  # by then a spare has its vote
             self.tell(f"kill node {node}")
             self.kill(self.processes(node))
             del self.agents[node]
         elif kind == "return":
             gone = [node for node in range(self.count) if node not in self.agents]
             if self.parted and 0 in gone and len(gone) >= self.least:
-                gone.remove(0)  # it would begin a job of its own, see "One job, never two" in nodes.md
+                gone.remove(0)  # it would start a second job, see "One job, never two" in nodes.md
             back = [*self.frozen, *gone, *(["cut"] if self.parted else [])]
             if back:
                 self.come_back(choose.choice(back))
@@ -169,7 +169,7 @@ class Sequence:
             self.add(int(what))
 
     def settle(self) -> None:
-        """As many ranks as there can be finish a step."""
+        """Wait until as many ranks as possible have finished a step in the same attempt."""
         wanted, began_s = min(self.most, len(self.agents)), time.time()
 
         def there() -> bool:
@@ -182,7 +182,7 @@ class Sequence:
         while not there():
             if self.furthest() >= STEPS - 40:
                 return
-            assert time.monotonic() < until_s, f"no {wanted} ranks train within {SETTLE_S:g} s"
+            assert time.monotonic() < until_s, f"no attempt with {wanted} ranks finished a step within {SETTLE_S:g} s"
             time.sleep(0.05)
 
     def steps(self) -> list[dict]:
@@ -225,19 +225,19 @@ class Sequence:
         codes = {node: agent.code for node, agent in self.agents.items()}
         assert set(codes.values()) == {0}, f"exit codes {codes}"
 
-    # What must be true ----------------------------------------------------------------------------------------------
+    # The checks -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         steps = self.steps()
-        assert len({each["job"] for each in steps}) == 1, "two jobs"
+        assert len({each["job"] for each in steps}) == 1, "there were two jobs"
         members = defaultdict(set)
         for each in steps:
             members[each["attempt"]].add((each["node"], each["rank"], each["world"], each["pid"]))
         for attempt, found in members.items():
-            assert len({rank for _, rank, _, _ in found}) == len(found), f"attempt {attempt}: two of one rank: {found}"
-            assert len({world for _, _, world, _ in found}) == 1, f"attempt {attempt}: {found}"
-        # A step in two attempts: only where nobody goes on that had finished it. A node that comes back later
-        # joins the others: what it alone had finished, they have done anew by then
+            assert len({rank for _, rank, _, _ in found}) == len(found), f"attempt {attempt} has a rank twice: {found}"
+            assert len({world for _, _, world, _ in found}) == 1, f"attempt {attempt}: world sizes differ: {found}"
+        # An attempt may repeat a step only if no node that had finished the step takes part. When such a node returns
+        # later, the other nodes have already computed the step again
         world, firsts = dict[int, int](), dict[int, int]()
         for attempt in sorted(members):
             its = [each for each in steps if each["attempt"] == attempt]
@@ -246,9 +246,9 @@ class Sequence:
             for each in steps:
                 if each["attempt"] < attempt and each["node"] in nodes and each["pid"] not in self.killed_pids:
                     anew = any(each["attempt"] < other and firsts[other] <= each["step"] for other in firsts)
-                    assert each["step"] < first or anew, f"attempt {attempt} does step {first} again, though {each}"
+                    assert each["step"] < first or anew, f"attempt {attempt} repeats step {first}, despite {each}"
             firsts[attempt] = first
-            assert first <= max(world, default=0) + 1, f"attempt {attempt} begins at {first} after {max(world)}"
+            assert first <= max(world, default=0) + 1, f"attempt {attempt} begins at step {first} after {max(world)}"
             for each in its:
                 world[each["step"]] = each["world"]
             began_s = min(each["time"] for each in its)
@@ -256,13 +256,13 @@ class Sequence:
             for each in steps:
                 if each["attempt"] < attempt and each["time"] > began_s:
                     late[each["pid"]] += 1
-            assert all(count == 1 for count in late.values()), f"an earlier attempt goes on beside {attempt}: {late}"
+            assert all(count == 1 for count in late.values()), f"an earlier attempt trains beside {attempt}: {late}"
         assert sorted(world) == list(range(1, STEPS + 1)), "steps are missing"
         runs = [*self.folder.glob("run*/metrics.jsonl")]
         self.run_dir = max(runs, key=lambda path: path.stat().st_mtime).parent
         entries = metrics(self.run_dir)
         lines = [each["step"] for each in entries if "train/loss" in each]
-        begin = 1 if self.where == "shared" else lines[0]  # the rest is where rank 0 was before
+        begin = 1 if self.where == "shared" else lines[0]  # earlier lines are on the node that had rank 0 before
         assert lines == [*range(begin, STEPS + 1)], "metrics.jsonl"
         record = json.loads((self.run_dir / f"checkpoints/step-{STEPS:08d}/state.json").read_text())
         said = [dict(record["world_sizes"])]
@@ -271,7 +271,7 @@ class Sequence:
             now = 0
             for step in range(1, STEPS + 1):
                 now = changes.get(step - 1, now)
-                assert world[step] == now, f"step {step} was done by {world[step]} ranks, and recorded is {now}"
+                assert world[step] == now, f"step {step} had {world[step]} ranks, the record says {now}"
 
     def replay(self) -> None:
         again = self.folder / "again"
@@ -281,12 +281,12 @@ class Sequence:
         output = self.forks.ends(*line)
         digests = [word for _, process in self.outputs for word in process.output.split() if len(word) == 64]
         digests += [word for word in output.split() if len(word) == 64]
-        # A node that comes as the last step is done may have them finish once more
+        # A node that joins just after the last step may make the others restart and print the digest again
         assert len(digests) > 1, (digests, output)
-        assert len({*digests}) == 1, f"the replay ends with other bits: {digests}\n{output}"
+        assert len({*digests}) == 1, f"the replay ends with different bits: {digests}\n{output}"
 
     def all(self) -> None:
-        """From the start to the replay. Raises AssertionError with all that has happened."""
+        """Run the job, check it and replay it. Raises AssertionError with the list of faults and all output."""
         try:
             self.run()
             self.check()
@@ -312,12 +312,12 @@ def sequence(request: pytest.FixtureRequest, tmp_path: Path, forks: Forks) -> It
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sequence", range(FIRST, FIRST + RUNS), indirect=True)
-def test_random_changes_of_nodes_lose_no_step_and_are_repeated_to_the_bit(sequence: Sequence) -> None:
+def test_random_faults_of_nodes_lose_no_step_and_replay_to_the_same_bits(sequence: Sequence) -> None:
     sequence.all()
 
 
 @pytest.mark.parametrize("sequence", [4], indirect=True)
-def test_node_0_is_lost_with_its_disk_before_the_first_checkpoint(sequence: Sequence) -> None:
+def test_losing_node_0_and_its_disk_before_the_first_checkpoint_loses_no_step(sequence: Sequence) -> None:
     assert sequence.where == "own"
     for node in range(sequence.count):
         sequence.add(node)

@@ -1,4 +1,4 @@
-"""`make demo`: two torchrun agents on loopback, one command, and nothing left behind when one of them fails."""
+"""`make demo` starts two torchrun agents on loopback. If one agent fails, no process stays behind."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ ENDLESS = [*TINY, "--epochs", "100000"]
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that the demo needs, once: each copy would be compiled anew by four processes."""
+    """A copy of the files that the demo needs. All tests share it, because four processes compile each new copy."""
     folder = tmp_path_factory.mktemp("clone")
     shutil.copy(ROOT / "Makefile", folder)
     for name in ("rankup", "train"):
@@ -32,7 +32,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def clone(copied: Path) -> Iterator[Path]:
-    """The same, where runs/ is empty."""
+    """The copy of the project, with an empty runs/."""
     yield copied
     for name in ("runs", "bin"):
         shutil.rmtree(copied / name, ignore_errors=True)
@@ -40,7 +40,7 @@ def clone(copied: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def endless(clone: Path, *, trained: int) -> Iterator[Job]:
-    """The demo, started without an end, when it has more than so many bytes of metrics."""
+    """Start a demo that never finishes. Yield its job once metrics.jsonl has more than `trained` bytes."""
     # torchrun itself may warn
     env = {
         "PYTHONPATH": str(clone),
@@ -49,13 +49,13 @@ def endless(clone: Path, *, trained: int) -> Iterator[Job]:
     }
     metrics = clone / "runs/demo/metrics.jsonl"
     with ended(start("bash", clone / "train/demo.sh", *ENDLESS, env=env, cwd=clone)) as job:
-        # Not "ready after": until the first step is done there is nothing to save
+        # The line "ready after" would be too early: before the first step there is nothing to save
         wait_for("steps", lambda: metrics.exists() and metrics.stat().st_size > trained, process=job.processes[0])
         yield job
 
 
 def run_with_torchrun(clone: Path, script: str) -> "subprocess.CompletedProcess[str]":
-    """The demo with another program in torchrun's place."""
+    """Run the demo with this shell script in place of torchrun."""
     fake = clone / "bin/torchrun"
     fake.parent.mkdir()
     fake.write_text(f"#!/bin/sh\n{script}\n")
@@ -72,10 +72,10 @@ def tree_of(job: Job) -> list[psutil.Process]:
 
 
 def agents_of(job: Job) -> dict[str, psutil.Process]:
-    """The two agents by their node rank."""
+    """Return the two agents by node rank."""
     found = {}
     for child in tree_of(job):
-        with contextlib.suppress(psutil.NoSuchProcess):  # the script's own `sleep` is gone by now
+        with contextlib.suppress(psutil.NoSuchProcess):  # demo.sh's own `sleep` may have ended
             words = child.cmdline()
             if "--node-rank" in words:
                 found[words[words.index("--node-rank") + 1]] = child
@@ -85,10 +85,10 @@ def agents_of(job: Job) -> dict[str, psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_demo_trains_fashion_mnist_to_90_percent_in_2_epochs_and_ends_with_the_table(clone: Path) -> None:
-    """By `make demo` in a venv of the user's own, with its settings, which are the defaults but for the third epoch.
-    Measured: 0.904. That two agents come to the weights of two ranks by hand: test_parity.py."""
+    """Run `make demo` in the user's own venv. Its settings are the defaults, except for the third epoch. It reached
+    0.904. test_parity.py tests that two agents give the weights of two ranks started by hand."""
     env = {"PYTHONPATH": str(clone), "PYTHONWARNINGS": "", "MAKEFLAGS": "", "MAKELEVEL": ""}
-    words = ("make", "demo", f"VENV={sys.prefix}", "ARGS=")  # without those that `make unit` hands to pytest
+    words = ("make", "demo", f"VENV={sys.prefix}", "ARGS=")  # not the ARGS that `make unit` passes to pytest
     with ended(start(*words, env=env, cwd=clone)) as job:
         assert job.wait(2000) == [0], job.output
     assert "data   fashion-mnist, 60,000 + 10,000 samples" in job.output
@@ -102,15 +102,15 @@ def test_demo_trains_fashion_mnist_to_90_percent_in_2_epochs_and_ends_with_the_t
 
 
 @pytest.mark.parametrize(("state", "fresh"), [("finished", True), ("stopped", False), ("failed", False)])
-def test_demo_trains_anew_only_after_one_that_finished(clone: Path, state: str, fresh: bool) -> None:
+def test_demo_starts_fresh_only_after_a_run_that_finished(clone: Path, state: str, fresh: bool) -> None:
     write_json(clone / "runs/demo/status.json", {"state": state})
     ran = run_with_torchrun(clone, 'echo "$@"')
     assert ran.returncode == 0
     assert ran.stdout.count("--fresh") == (2 if fresh else 0)
 
 
-def test_demo_interrupted_saves_goes_on_next_time_and_fails_with_an_agent_that_is_killed(clone: Path) -> None:
-    """Interrupted as by Ctrl-C or by a terminal that closes; either agent: each run of the tests draws one."""
+def test_demo_saves_when_interrupted_then_resumes_and_fails_when_an_agent_is_killed(clone: Path) -> None:
+    """The signal is that of Ctrl-C or of a terminal that closes. The signal and the killed agent are random."""
     with endless(clone, trained=0) as demo:
         os.killpg(demo.processes[0].pid, random.choice((signal.SIGINT, signal.SIGHUP)))
         assert demo.wait() != [0]
@@ -130,6 +130,6 @@ def test_demo_interrupted_saves_goes_on_next_time_and_fails_with_an_agent_that_i
 
 
 def test_demo_fails_when_an_agent_cannot_start(clone: Path) -> None:
-    """The other agent would wait a quarter of an hour."""
+    """Otherwise the other agent would wait a quarter of an hour."""
     ran = run_with_torchrun(clone, f'[ "$4" = 1 ] && exit 7; exec {Path(sys.executable).parent}/torchrun "$@"')
     assert ran.returncode not in (0, None), ran.stdout

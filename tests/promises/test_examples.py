@@ -1,7 +1,7 @@
-"""Other people's loops with a few lines of rankup in them: what train/examples/ shows, shown.
+"""The loops of train/examples/, other people's training scripts with a few lines of rankup, keep the promises.
 
-A loss at any place, and a stop and the same command again, end with the weights of a run that nothing happened to.
-Optimizer steps are counted from outside the scripts: see tests/rigs/struck.py.
+After a lost rank, or after a stop and the same command again, they end with the weights of an undisturbed run.
+tests/rigs/struck.py counts optimizer steps from outside the scripts.
 """
 
 import difflib
@@ -23,14 +23,14 @@ from tests.rigs.jobs import ROOT
 
 EXAMPLES = ROOT / "train" / "examples"
 STRUCK = ROOT / "tests" / "rigs" / "struck.py"
-# Ranks, and steps of optimizers on each in a run. Three ranks: DDP's buckets change the order of sums there
+# Number of ranks, and optimizer steps of each rank in a run. With three ranks DDP's buckets change the order of sums
 LOOPS = {"ddp": (3, 33), "imagenet": (3, 42), "gpt": (3, 40), "fsdp": (3, 33), "gan": (3, 90), "rl": (3, 40)}
 each = pytest.mark.parametrize("name", LOOPS)
 Once = Callable[[str, Callable[[], str]], str]
 
 
 def digest(folder: Path, name: str) -> str:
-    """Of the weights that the script saved, without torch: a file of torch.save is a zip."""
+    """Return the digest of the weights that the script saved. A file of torch.save is a zip, so torch is not needed."""
     with zipfile.ZipFile(folder / f"{name}.pt") as file:
         parts = sorted(entry for entry in file.namelist() if "/data/" in entry)
         assert parts
@@ -38,7 +38,7 @@ def digest(folder: Path, name: str) -> str:
 
 
 def weights(folder: Path, name: str) -> torch.Tensor:
-    """All of them, one after the other."""
+    """Return all saved weights as one flat tensor."""
     leaves = tree_leaves(torch.load(folder / f"{name}.pt", weights_only=True))
     return torch.cat([each.double().flatten() for each in leaves if isinstance(each, torch.Tensor)])
 
@@ -50,14 +50,14 @@ def strike(folder: Path, **what: Any) -> dict[str, str]:
 def by_hand(
     forks: Forks, folder: Path, script: Path, *, ranks: int, env: dict[str, str] | None = None
 ) -> tuple[set[int], str]:
-    """The exit codes and the output of ranks without a launcher: the five variables."""
+    """Run ranks without a launcher, with the five variables set. Return their exit codes and output."""
     codes, output = forks.run(STRUCK, script, world_size=ranks, cwds=[folder] * ranks,
                               preload="tests.rigs.struck:by_fork", env=env)
     return {*codes}, output
 
 
 def undisturbed(once: Once, forks: Forks, folder: Path, name: str, ranks: int) -> Path:
-    """The folder of a run that nothing happens to."""
+    """Return the folder of an undisturbed run."""
 
     def compute() -> str:
         (folder / "undisturbed").mkdir()
@@ -69,7 +69,7 @@ def undisturbed(once: Once, forks: Forks, folder: Path, name: str, ranks: int) -
 
 
 def script_before(name: str) -> str:
-    """The example without the library's lines: each part of its diff as it was."""
+    """Return the example without the lines of rankup: undo each part of its diff."""
     text = (EXAMPLES / f"{name}.py").read_text()
     for part in re.split(r"(?m)^@@.*\n", (EXAMPLES / f"{name}.diff").read_text())[1:]:
         lines = part.splitlines(keepends=True)
@@ -81,7 +81,7 @@ def script_before(name: str) -> str:
 
 @each
 def test_examples_change_at_most_six_lines(name: str) -> None:
-    """Changed and added ones, blank ones left out, those that only move to the right too."""
+    """Count changed and added lines, but neither blank lines nor lines that are only indented further."""
     before, after = script_before(name).splitlines(), (EXAMPLES / f"{name}.py").read_text().splitlines()
     moved = difflib.ndiff([line.strip() for line in before], [line.strip() for line in after])
     changed = [line for line in moved if line.startswith("+ ") and line.strip() != "+"]
@@ -90,7 +90,7 @@ def test_examples_change_at_most_six_lines(name: str) -> None:
     assert not re.search("rankup|job", "\n".join(before))
 
 
-def test_script_before_trains_too(forks: Forks, tmp_path: Path) -> None:
+def test_example_without_rankup_trains_too(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "before.py").write_text(script_before("ddp"))
     codes, output = by_hand(forks, tmp_path, tmp_path / "before.py", ranks=2)
     assert codes == {0}, output
@@ -98,10 +98,10 @@ def test_script_before_trains_too(forks: Forks, tmp_path: Path) -> None:
 
 
 @each
-def test_examples_go_on_after_a_stop_and_after_a_killed_rank_to_the_same_weights(
+def test_examples_have_the_same_weights_after_a_stop_and_a_killed_rank(
     name: str, once: Once, forks: Forks, tmp_path: Path
 ) -> None:
-    """One rank alone is asked to stop: all save the same step and leave. Then the script goes on under `launch`."""
+    """Only one rank gets the signal, and all ranks save the same step and leave. `launch` then resumes the script."""
     ranks, calls = LOOPS[name]
     stop = {"rank": random.randrange(ranks), "call": random.randrange(2, calls // 2), "hold_s": 0.15}
     asked = strike(tmp_path, signal="SIGTERM", **stop)
@@ -120,10 +120,10 @@ def test_examples_go_on_after_a_stop_and_after_a_killed_rank_to_the_same_weights
 
 
 @each
-def test_examples_go_on_with_three_ranks_where_two_were_stopped(
+def test_examples_resume_with_three_ranks_after_two_were_stopped(
     name: str, once: Once, forks: Forks, tmp_path: Path
 ) -> None:
-    """Each rank takes batches of the size in the script, so the weights are only near those of a run alone."""
+    """The weights are only close to an undisturbed run's: each rank's batch size stays, so the global batch grows."""
     script, calls = EXAMPLES / f"{name}.py", LOOPS[name][1]
     stop = strike(tmp_path, signal="SIGTERM", rank=0, call=calls // 3, hold_s=0.15)
     codes, output = by_hand(forks, tmp_path, script, ranks=2, env=stop)
@@ -135,8 +135,8 @@ def test_examples_go_on_with_three_ranks_where_two_were_stopped(
     assert (own - whole).norm() < (0.3 if name in ("imagenet", "rl") else 0.1) * whole.norm(), output
 
 
-def test_sharded_save_that_a_lost_rank_leaves_half_done_is_no_stop(once: Once, forks: Forks, tmp_path: Path) -> None:
-    """Rank 0 waits for that part longer than the agent waits for rank 0, which it tells to leave by SIGTERM."""
+def test_rank_lost_in_a_sharded_save_causes_a_restart_and_no_stop(once: Once, forks: Forks, tmp_path: Path) -> None:
+    """Rank 0 waits for the lost rank's part until its agent sends SIGTERM. This SIGTERM must not stop the job."""
     line = ("launch", "--nproc=3", STRUCK, EXAMPLES / "fsdp.py")
     blow = strike(tmp_path, signal="SIGKILL", rank=1, call=20, **{"in": "fsync"})
     output = forks.ends(*line, cwds=[tmp_path], env=blow)

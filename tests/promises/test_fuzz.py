@@ -1,6 +1,6 @@
-"""Whatever stands in a file or a message from elsewhere: no crash, no code run, no file opened outside, one line.
-
-1,000 inputs of each format here, 10,000 in `make soak`. The seed of a failure is in its message: FUZZ=name:seed.
+"""No file or message from elsewhere, whatever it contains, crashes its reader, runs code or opens other files. Bad
+input gives one line. Each format gets 1,000 inputs here and 10,000 in `make soak`. A failure names its seed, to be set
+as FUZZ=name:seed.
 """
 
 import os
@@ -19,13 +19,13 @@ from rankup.state.copies import MANIFEST
 from tests.rigs.fuzz import FORMATS, Files, Format, code, flip, nest, number, rearrange, replace, retype, sealed
 
 INPUTS = 100 * int(os.environ.get("RANKUP_RUNS", "10"))
-ROOM = 3 << 30  # bytes of address space that reading may take
+ROOM = 3 << 30  # bytes of address space that a reader may use
 UNSAFE = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "pickle.find_class"}
 
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[list[str]]:
-    """What was done meanwhile that no reader may do. A hook can't be removed, so it is told when to look."""
+    """The forbidden events that a reader caused. An audit hook can't be removed, so `looking` switches it off."""
     found: list[str] = []
     looking = [True]
 
@@ -44,7 +44,7 @@ def seen() -> Iterator[list[str]]:
 
 
 def mutated(dice: random.Random, form: Format, files: Files, folder: Path) -> None:
-    """The files in `folder`, of which one or two are not as they should be."""
+    """Write the files to `folder`, one or two of them damaged."""
     files = dict(files)
     names = [name for name in files if name != MANIFEST or dice.random() < 0.5]
     for name in dice.choices(names, k=dice.choice((1, 1, 2))):
@@ -60,7 +60,7 @@ def mutated(dice: random.Random, form: Format, files: Files, folder: Path) -> No
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_whatever_is_read_gives_one_line_or_a_value(tmp_path: Path, seen: list[str], name: str) -> None:
+def test_damaged_input_gives_a_value_or_one_line(tmp_path: Path, seen: list[str], name: str) -> None:
     form, (only, _, chosen) = FORMATS[name], os.environ.get("FUZZ", "").partition(":")
     files = form.files()
     folder = tmp_path / "step-00000003"

@@ -1,4 +1,4 @@
-"""The Trainers of transformers and Lightning with rankup's callbacks, and Accelerate: the promises of their pages."""
+"""transformers' and Lightning's Trainers with rankup's callbacks, and Accelerate, keep the promises of their pages."""
 
 import importlib.util
 import random
@@ -14,7 +14,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
 
 FOLDER = ROOT / "tests" / "rigs" / "integrations"
-# What a script needs, and optimizer steps in a run
+# The package that each script needs, and the optimizer steps of a run
 LOOPS = {
     "trainer_loop": ("transformers", 45), "lightning_loop": ("lightning", 30), "accelerate_loop": ("accelerate", 30),
 }
@@ -32,8 +32,8 @@ def run(forks: Forks, folder: Path, name: str, **env: str) -> tuple[list[int], s
 
 
 @each
-def test_integrations_go_on_to_the_same_weights(name: str, once: Once, loaded: Forks, tmp_path: Path) -> None:
-    """After a stop, which one rank is asked for, and after the loss of a rank, by the same command."""
+def test_integrations_resume_to_the_same_weights(name: str, once: Once, loaded: Forks, tmp_path: Path) -> None:
+    """First one rank is asked to stop. Then the same command resumes under `launch`, which loses a rank."""
 
     def undisturbed() -> str:
         (tmp_path / "undisturbed").mkdir()
@@ -54,7 +54,7 @@ def test_integrations_go_on_to_the_same_weights(name: str, once: Once, loaded: F
     line = ("launch", "--nproc=2", STRUCK, FOLDER / f"{name}.py")
     codes, output = loaded.run(*line, cwds=[tmp_path], env=struck)
     lost, resumed = re.findall(r"(?:lost a peer at|resumed from) step[- ]0*(\d+)", output)[-2:]
-    assert int(lost) <= int(resumed), f"{blow}\n{output}"  # rescued, or a copy that was there already
+    assert int(lost) <= int(resumed), f"{blow}\n{output}"  # from a rescue, or from a copy that was already there
     assert codes == [0], f"{stop} {blow}\n{output}"
     assert look(tmp_path / "runs" / name.partition("_")[0], now=time.time())["step"] == steps
     assert digest(tmp_path, name) == expected, f"{stop} {blow}\n{output}"

@@ -1,4 +1,4 @@
-"""Split state outlives its rank: the next attempt goes on from the parts that the ranks keep in their nodes' memory."""
+"""Sharded state outlives its rank: the next attempt resumes from the parts that ranks keep in their node's memory."""
 
 import json
 import os
@@ -44,10 +44,10 @@ def in_memory(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", [(), (SHARDED,)], ids=["plain", "sharded"])
-def test_killed_rank_costs_the_steps_since_its_part(
+def test_killed_rank_costs_only_the_steps_since_the_last_part(
     forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], rank: int, how: tuple[str, ...]
 ) -> None:
-    """In step 13, when that of step 12 is written. The next attempt ends before its thirteenth."""
+    """The rank is killed in step 13, after the part of step 12 is written. Its next incarnation has fewer steps."""
     line = ("launch", "--nproc=2", MAIN, *train(tmp_path, *how))
     output = forks.ends(*line, env=kill(rank, step=13))
     assert FROM_MEMORY.format(12) in output
@@ -56,21 +56,21 @@ def test_killed_rank_costs_the_steps_since_its_part(
     assert in_memory(tmp_path) == []
 
 
-def test_parts_are_kept_as_often_as_they_cost_half_a_percent(forks: Forks, tmp_path: Path) -> None:
-    """Of its own accord after the first step: long before there is any checkpoint."""
+def test_parts_are_kept_by_default_before_any_checkpoint(forks: Forks, tmp_path: Path) -> None:
+    """rankup itself chooses how often: at half a percent of the time. The first part is that of step 1."""
     line = ("launch", "--nproc=2", MAIN, *train(tmp_path), "--memory-every-steps=null", "--save-every-steps=0")
     output = forks.ends(*line, env=kill(1, step=5))
     assert FROM_MEMORY.format(1) in output
 
 
-def test_memory_that_is_too_small_is_one_line(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_too_little_memory_is_said_in_one_line(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     output = forks.ends(*train(tmp_path), world_size=2, preload=f"{__name__}:no_memory")
     assert output.count("no part of the state is kept in memory from now on: /dev/shm has 0 MiB free, ") == 1
     assert seen(tmp_path / "run") == undisturbed
 
 
 def no_memory() -> None:
-    """Preloaded: there is no room at all for rank 1."""
+    """Preloaded. Rank 1 finds no free memory."""
     from rankup.state import memory, parts
 
     if os.environ["RANK"] == "1":
@@ -79,7 +79,7 @@ def no_memory() -> None:
 
 
 class Nodes:
-    """Two machines with memory of their own, and one disk that they share."""
+    """Two nodes with a memory of their own and one shared disk."""
 
     def __init__(self, forks: Forks, folder: Path, *, ranks: int = 1) -> None:
         self.forks, self.folder = forks, folder
@@ -98,14 +98,14 @@ class Nodes:
             (self.folder / f"node{number}" / "memory").mkdir()
 
     def damage(self, *parts: tuple[int, int]) -> None:
-        """Of these nodes what they hold of a rank."""
+        """Damage what a node holds of a rank. `parts`: pairs of node and rank."""
         for node, rank in parts:
             for path in self.folder.glob(f"node{node}/memory/rankup-*/*{rank}/step-*/*.safetensors"):
                 flip(path, -1)
 
 
 def own_memory() -> None:
-    """Preloaded: /dev/shm is a folder of this rank's node."""
+    """Preloaded. Replace /dev/shm by a folder of this rank's node."""
     own_folder("/dev/shm", Path("memory").absolute())
     if os.environ.get("STRIKE") or os.environ.get("MESH"):
         from tests.rigs.struck import by_fork
@@ -120,7 +120,7 @@ def own_memory() -> None:
     ((), ((0, 0), (1, 1)), (), FROM_MEMORY.format(12)), ((0,), ((1, 1),), (), "resumed from step-00000008"),
     ((0,), ((1, 0),), (), "resumed from step-00000008"),
 ], ids=["off", "node 0", "node 1", "both", "damaged", "lost and damaged", "damaged where the other part was lost"])
-def test_memory_of_a_node_is_held_by_the_other(
+def test_node_holds_the_parts_of_the_other_node(
     forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...],
     damaged: tuple[tuple[int, int], ...], more: tuple[str, ...], resumed: str,
 ) -> None:
@@ -130,7 +130,7 @@ def test_memory_of_a_node_is_held_by_the_other(
     nodes.lose(*lost)
     nodes.damage(*damaged)
     output = nodes.run(*train(tmp_path, *more))
-    passed_over = [node for node, rank in damaged if node == rank]  # by who would go on with them
+    passed_over = [node for node, rank in damaged if node == rank]  # by the rank that owns the part
     assert output.count("/step-00000012: ") == len(passed_over)
     assert resumed in output
     assert seen(tmp_path / "run") == undisturbed
@@ -145,10 +145,10 @@ def ends(output: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("mesh", "lost"), [("[2]", ()), ("[2]", (1,)), ("[2, 2]", (1,))], ids=["rank", "node", "hsdp"])
-def test_own_loop_goes_on_with_its_loaders_states(
+def test_own_sharded_loop_resumes_with_the_states_of_its_loaders(
     once: Once, forks: Forks, tmp_path: Path, mesh: str, lost: tuple[int, ...]
 ) -> None:
-    """Hybrid sharding needs no second part: the other node holds the same."""
+    """Hybrid sharding needs no second copy of a part: the other node holds the same part."""
     ranks = 2 if mesh == "[2, 2]" else 1
 
     def compute() -> str:

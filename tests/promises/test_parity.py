@@ -1,8 +1,7 @@
-"""The promise: the weights are the same to the bit whoever starts the ranks.
+"""The promise: every launcher gives the same weights, bit for bit.
 
-Of torchrun that starts its ranks again: test_torchrun.py. Of mpirun, and of ranks that meet at a URL:
-tests/parallel/test_methods_kills.py. That any number of ranks trains as one
-does: tests/parallel/test_any_ranks.py.
+test_torchrun.py tests torchrun's restarts. tests/parallel/test_methods_kills.py tests mpirun and ranks that meet at a
+URL. tests/parallel/test_any_ranks.py tests that any number of ranks trains like one rank.
 """
 
 import sys
@@ -16,7 +15,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.fork_server import Job as ForkedJob
 from tests.rigs.jobs import MAIN, Job, free_port, rank_env, result, start
 
-# The weights of two ranks, with all that draws random numbers
+# A job with everything that draws random numbers
 LINE = ("train", "--dataset", "digits", "--model", "cnn", "--augment", "--dropout", "0.2", "--epochs", "1", "--seed",
         "3", "--tensorboard=false", "--name", "run")
 
@@ -28,7 +27,7 @@ def run(forks: Forks, run_dir: Path, world_size: int, *arguments: str) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of two ranks' weights."""
+    """The digest of the weights that two ranks give."""
     digest: str = result(run(forks, tmp_path_factory.mktemp("reference"), 2, *LINE))["digest"]
     return digest
 
@@ -37,14 +36,14 @@ def reference(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     ("--num-workers", "2"),
     ("--save-every-steps", "7", "--log-every-steps", "3", "--eval-batch-size", "50", "--tensorboard=true"),
 ], ids=" ".join)
-def test_setting_that_should_not_change_the_weights_does_not(
+def test_settings_of_workers_saves_and_logs_change_no_weight(
     forks: Forks, reference: str, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     assert result(run(forks, tmp_path, 2, *LINE, *arguments))["digest"] == reference
 
 
 def by_hand(_: Forks, *arguments: str) -> Job:
-    """The five variables in two terminals, in which OMP_NUM_THREADS is not set and 2."""
+    """Start ranks as in two terminals, with the five variables. OMP_NUM_THREADS is unset in one, and 2 in the other."""
     job, port = Job(), free_port()
     start("env", "-u", "OMP_NUM_THREADS", sys.executable, MAIN, *arguments, env=rank_env(0, 2, port), job=job)
     return start(sys.executable, MAIN, *arguments, env=rank_env(1, 2, port, OMP_NUM_THREADS="2"), job=job)
@@ -55,7 +54,7 @@ def by_fresh(_: Forks, *arguments: str) -> Job:
 
 
 def by_two_agents_of_old(forks: Forks, *arguments: str) -> ForkedJob:
-    """PyTorch's older launcher is torchrun that puts --local-rank=N before everything else."""
+    """Start two agents of PyTorch's older launcher: torchrun that puts --local-rank=N before all other arguments."""
     line = ("-m", "torch.distributed.launch", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1",
             f"--master-port={free_port()}")
     return ForkedJob([process for node in (1, 0) for process in forks.start(
@@ -77,7 +76,7 @@ def test_launcher_changes_no_bit(
 
 
 def test_launch_in_pods_changes_no_bit(forks: Forks, reference: str, tmp_path: Path) -> None:
-    """Kubeflow's variables count pods, and so agents."""
+    """Kubeflow's variables count pods, which are agents here."""
     port, agents = str(free_port()), []
     for node in ("1", "0"):
         pod = {"RANK": node, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_NODE_RANK": node,

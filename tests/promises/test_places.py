@@ -1,7 +1,7 @@
-"""A rank that dies at any place costs no finished step: the job ends with the weights it would have had.
+"""A rank that dies at any place in its code costs no finished step, and the job ends with an undisturbed run's weights.
 
-`make soak` adds the whole matrix, and random cases by the hundred. At more than two ranks too: a sum of two numbers is
-the same in either order, so two would not show that DDP sums in another order after a restart.
+`make soak` adds the whole matrix and hundreds of random cases. Some cases have more than two ranks, because a sum of
+two numbers is the same in either order: two ranks would not show that DDP sums in another order after a restart.
 """
 
 import os
@@ -16,13 +16,13 @@ from tests.rigs.places import JOINING, KEEPING, PREPARING, RESCUED, RESCUING, ST
 
 SOAK = "RANKUP_RUNS" in os.environ
 RUNS = int(os.environ.get("RANKUP_RUNS", "1"))
-# CI always draws the same faults, so that a failure can be repeated; with RANKUP_RUNS set, each run draws others
+# CI always draws the same faults, so that a failure can be repeated. With RANKUP_RUNS set, each run draws other faults
 SEED = int(os.environ.get("RANKUP_SEED", random.SystemRandom().randrange(10**6) if SOAK else 1))
 HOWS = ("SIGKILL", "SIGSEGV", "SIGABRT")
 
 
 def case(profile: str, world_size: int, *faults: Fault | tuple[Fault, ...], agents: int = 1) -> Case:
-    """Faults that come one after the other; those in a tuple at once."""
+    """A case with these faults, one after the other. The faults of a tuple happen at the same time."""
     return Case(profile, world_size, tuple((f,) if isinstance(f, Fault) else f for f in faults), agents)
 
 
@@ -50,7 +50,7 @@ CASES = {
 
 
 def matrix() -> Iterator[Case]:
-    """Every place, for each kind of job and number of ranks; several in each job."""
+    """Yield cases that cover every place for each profile and number of ranks, several places in each job."""
     for world_size in (2, 3, 4):
         last = world_size - 1
         for rank, how in ((0, "SIGKILL"), (last, "SIGSEGV"), (1, "SIGABRT")):
@@ -60,18 +60,18 @@ def matrix() -> Iterator[Case]:
         yield case("wide", world_size, *(Fault(place, 0) for place in KEEPING), Fault("evaluating", last))
         yield case("wide", world_size, Fault("forward", 1, 4, whom="agent"), Fault("backward", 0, 8, whom="node"),
                    Fault("after the optimizer", last, 12, whom="server"), Fault("between buckets", 0, 16))
-        for place in RESCUING if world_size > 2 else ():  # a second loss while the first is being recovered from
+        for place in RESCUING if world_size > 2 else ():  # a second loss during the recovery from the first
             yield case("wide", world_size, Fault("backward", 1, 4), Fault(place), Fault("forward", 0, 13), Fault(place))
         yield case("wide", world_size, *(
-            fault for i, place in enumerate(RESCUED)  # no checkpoint is as new as these rescues
+            fault for i, place in enumerate(RESCUED)  # these rescues are newer than any checkpoint
             for fault in (Fault("backward", i % 2, (3, 8, 13)[i]), Fault(place), Fault(place))
         ))
         for profile in PROFILES:
-            # The hooks of "backward" do not know fsdp's parameters
+            # The hooks of "backward" cannot see FSDP's parameters
             first = "in the optimizer" if profile == "sharded" else "backward"
             places = [first, "after the optimizer", "evaluating"]
             yield case(profile, world_size, *(Fault(p, i % world_size, 3 + 4 * i) for i, p in enumerate(places)))
-    for world_size in (2, 3):  # each rank in a container of its own
+    for world_size in (2, 3):  # each rank has its own agent, as in a container
         yield case("wide", world_size, Fault("forward", 1, 4), Fault("after the optimizer", 1, 10, whom="node"),
                    Fault("in the optimizer", 0, 13, whom="node"), (Fault("backward", 0, 17), Fault("backward", 1, 17)),
                    agents=world_size)
@@ -79,7 +79,7 @@ def matrix() -> Iterator[Case]:
 
 
 def random_case(rng: random.Random, world_size: int, agents: int) -> Case:
-    """One to six faults, anywhere; one of three some time after its place."""
+    """Draw one to six faults at any place. One fault in three happens some milliseconds after its place."""
     groups: list[tuple[Fault, ...]] = []
     step = 0
     for _ in range(rng.randint(1, 6)):
@@ -104,14 +104,14 @@ def check(soak: Soak, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_lost_rank_changes_nothing(soak: Soak, name: str) -> None:
+def test_lost_rank_changes_no_weight(soak: Soak, name: str) -> None:
     check(soak, CASES[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "agents"), [(2, 0), (4, 1), *([(2, 1), (4, 0)] if SOAK else [])])
-def test_ranks_lost_at_random_change_nothing(soak: Soak, world_size: int, agents: int) -> None:
-    """With dropout, augmentation and DataLoader workers, all of which draw random numbers."""
+def test_ranks_lost_at_random_change_no_weight(soak: Soak, world_size: int, agents: int) -> None:
+    """The job has dropout, augmentation and DataLoader workers, all of which draw random numbers."""
     rng = random.Random(f"{SEED} {world_size} {agents}")
     for number in range(RUNS):
         print(f"RANKUP_SEED={SEED}, case {number + 1}")
@@ -121,5 +121,5 @@ def test_ranks_lost_at_random_change_nothing(soak: Soak, world_size: int, agents
 if SOAK:
     @pytest.mark.slow
     @pytest.mark.parametrize("lost", [*matrix()], ids=str)
-    def test_ranks_lost_at_each_place_change_nothing(soak: Soak, lost: Case) -> None:
+    def test_ranks_lost_at_each_place_change_no_weight(soak: Soak, lost: Case) -> None:
         check(soak, lost)

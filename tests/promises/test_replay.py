@@ -1,5 +1,5 @@
-"""A run whose nodes came and went: `launch --replay` trains it again, without failures, to the same bits. FSDP2 goes on
-too, although each rank holds another part of the state then."""
+"""`launch --replay` repeats a run whose nodes came and went, without failures, to the same bits. With FSDP2 such a run
+also continues, although each rank then holds another part of the state."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.agent.test_membership import Nodes
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import wait_for
 
-# Two places at which the ranks of the first run wait for what happens to a node
+# At two steps the ranks of the first run wait until the test has removed or added a node
 SCRIPT = """
 import hashlib, pathlib, sys, time
 import rankup, torch
@@ -51,7 +51,7 @@ def nodes(forks: Forks, tmp_path: Path) -> Iterator[Nodes]:
 
 
 def train(nodes: Nodes, script: str) -> None:
-    """Three nodes that have come to the first place."""
+    """Start three nodes, and wait until all ranks wait at step 8."""
     (nodes.folder / "job.py").write_text(script)
     nodes.start(None, None, None)
     all_at(nodes, 8, 3)
@@ -63,14 +63,14 @@ def all_at(nodes: Nodes, step: int, ranks: int) -> None:
 
 
 def changes(nodes: Nodes) -> list[tuple[int, int]]:
-    """After which step of the run so many ranks went on."""
+    """Return the changes of the number of ranks: the step after which it changed, and the new number."""
     path = nodes.folder / "shared/run/metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
     return [(entry["step"], entry["job/ranks"]) for entry in entries if "job/ranks" in entry]
 
 
-def test_replay_of_a_run_that_lost_a_node_and_got_it_back_ends_with_the_same_bits(
+def test_replay_of_a_run_that_lost_and_regained_a_node_gives_the_same_bits(
     nodes: Nodes, forks: Forks, tmp_path: Path
 ) -> None:
     train(nodes, SCRIPT)
@@ -94,14 +94,14 @@ for old, new in (
     ("from torch.nn.parallel import DistributedDataParallel", "from torch.distributed.fsdp import fully_shard"),
     ("model = DistributedDataParallel(model)", "fully_shard(model)"),
     ("((8, 3), (17, 2))", "((8, 3),)"),
-    ("job.epochs(6)", "job.epochs(100_000)"),  # until all are asked to stop
+    ("job.epochs(6)", "job.epochs(100_000)"),  # until the test stops all nodes
     ("optimizer.step()\n", "optimizer.step()\n        time.sleep(0.1 * (job.step_number > 7))\n"),
 ):
     assert old in SHARDED
     SHARDED = SHARDED.replace(old, new)
 
 
-def test_fsdp_goes_on_after_a_node_was_lost_and_after_it_came_back(nodes: Nodes) -> None:
+def test_fsdp_continues_after_a_node_is_lost_and_after_it_returns(nodes: Nodes) -> None:
     train(nodes, SHARDED)
     nodes.kill(2)
     wait_for("a change to 2 ranks", lambda: len(changes(nodes)) == 2, log=lambda: nodes.job.output)
@@ -113,4 +113,4 @@ def test_fsdp_goes_on_after_a_node_was_lost_and_after_it_came_back(nodes: Nodes)
     assert nodes.job.wait() == [143, 143, -9, 143], nodes.job.output
     (_, three), (lost, two), (came, again) = changes(nodes)
     assert [three, two, again] == [3, 2, 3]
-    assert 0 < lost <= 8 <= came, "it began anew"
+    assert 0 < lost <= 8 <= came, "the run started from the beginning"

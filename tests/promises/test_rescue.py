@@ -1,6 +1,6 @@
-"""No finished step is lost with a rank: the next attempt goes on from where the survivors stood.
+"""No finished step is lost with a rank: the next attempt resumes from the last step that the other ranks hold.
 
-`test_places.py` loses ranks at every place. Here it is about what users see: numbers, lines, files, other launchers.
+`test_places.py` loses ranks at every place. This file tests what users see: numbers, lines, files, other launchers.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.rigs.jobs import MAIN, outcome, rank_env
 from tests.rigs.places import Fault
 from tests.rigs.small_filesystems import own_tmpfs
 
-# 8 steps an epoch. A batch norm, a dropout, buckets
+# 8 steps an epoch. The model has a batch norm, a dropout and several buckets of DDP
 SETTINGS = ("--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384",
             "--batch-size=48", "--max-steps=18", "--save-every-steps=5", "--eval-batch-size=16", "--log-every-steps=1",
             "--name=run", "--join-timeout-s=60")
@@ -43,7 +43,7 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.fixture
 def left(tmp_path: Path) -> Iterator[None]:
-    """At the end of the test there is no rescue of its run on this machine."""
+    """Check at the end of the test that this machine has no rescue of its run."""
     yield
     assert [path for home in homes() for path in home.glob(run_id(tmp_path))] == []
 
@@ -55,13 +55,13 @@ def run_id(folder: Path) -> str:
 def launch(
     forks: Forks, folder: Path, *more: str, faults: Path, groups: places.Groups, max_restarts: int = 3
 ) -> tuple[list[int], str]:
-    """The exit code of the agent, and all output."""
+    """Run the job under `launch`. Return the agent's exit code and all output."""
     line = ("launch", "--nproc=2", f"--max-restarts={max_restarts}", MAIN, *train(folder, *more))
     return forks.run(*line, env=places.order(faults, groups))
 
 
 @pytest.mark.usefixtures("left")
-def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
+def test_fresh_resumes_from_its_own_rescue_and_never_from_an_earlier_run(
     forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     groups = [[Fault("backward", 1, 3)]]
@@ -77,9 +77,9 @@ def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
         shutil.rmtree(home / earlier, ignore_errors=True)
 
 
-def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(forks: Forks, tmp_path: Path) -> None:
-    """The first attempt of a launch may be killed before it puts the earlier run aside. Only attempts after the one
-    that did must not put it aside again."""
+def test_fresh_job_killed_before_it_begins_is_still_fresh_after_a_restart(forks: Forks, tmp_path: Path) -> None:
+    """The first attempt of a job may be killed before it moves the earlier run aside. Then the next attempt moves it.
+    Only the attempts after that must not move the run again."""
     line, record = train(tmp_path, "--max-steps=6", "--fresh"), Record.new()
 
     def attempt(job: str, restart: int) -> str:
@@ -97,7 +97,7 @@ def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(
 
 
 @pytest.mark.usefixtures("left")
-def test_damaged_rescue_is_passed_over_and_said(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_damaged_rescue_is_skipped_and_reported(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     groups = [[Fault("backward", 0, 8, saved=True)]]
     codes, output = launch(forks, tmp_path, faults=tmp_path / "f", groups=groups, max_restarts=0)
     assert codes == [137], output
@@ -118,7 +118,7 @@ OTHER = ("--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--m
 @pytest.mark.parametrize(
     ("small", "resumed"), [("", "step 11, rescued by rank 0 "), ("shm", "step 11, "), ("shm tmp", "step-00000010")]
 )
-def test_where_memory_is_too_small_the_temporary_folder_does_and_then_the_checkpoint(
+def test_rescue_falls_back_from_memory_to_tmp_and_then_to_the_checkpoint(
     forks: Forks, tmp_path: Path, small: str, resumed: str
 ) -> None:
     (tmp_path / "tmp").mkdir()
@@ -135,13 +135,13 @@ def test_where_memory_is_too_small_the_temporary_folder_does_and_then_the_checkp
 
 
 def small_memory() -> None:
-    """Preloaded: what SMALL names is a file system in which there is no room for a rescue."""
-    tempfile.tempdir = None  # as the process that forks has found it, without TMPDIR
+    """Preloaded. Make each file system that SMALL names too small for a rescue."""
+    tempfile.tempdir = None  # forget the folder that the forking process found without this TMPDIR
     for name in os.environ["SMALL"].split():
         own_tmpfs({"shm": "/dev/shm", "tmp": os.environ["TMPDIR"]}[name], "8k")
 
 
-def test_methods_whose_ranks_hold_different_states_say_so_once(forks: Forks, tmp_path: Path) -> None:
+def test_fsdp_says_once_that_no_rank_can_write_a_rescue(forks: Forks, tmp_path: Path) -> None:
     line = train(tmp_path, *OTHER, "--parallel=fsdp", "--memory-every-steps=0")
     output = forks.ends(*line, world_size=2, env=KILL, code=[171, -9])
     assert output.count("rescue none: no rank has the whole state") == 1

@@ -1,4 +1,4 @@
-"""What stands in the environment stays there: no file, no output and no command line of a run has it."""
+"""Secrets in the environment never leave it: no file, output or command line of a run contains them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ TRAIN = ("--dataset", "digits", "--max-steps", "12", "--save-every-steps", "4")
 
 
 def watch(*arguments: str | Path, cwd: Path) -> tuple[int, str, list[str]]:
-    """`train.main` with the secrets in its environment: its code, its output, and all command lines meanwhile."""
+    """Run `train.main` with the secrets in its environment. Return its exit code, its output, and the command lines of
+    all its processes."""
     lines: set[str] = set()
     job = jobs.start(sys.executable, "-m", "train.main", *arguments, env=SECRETS, cwd=cwd)
     with jobs.ended(job):
@@ -42,14 +43,14 @@ def watch(*arguments: str | Path, cwd: Path) -> tuple[int, str, list[str]]:
 
 
 def holders(folder: Path) -> list[str]:
-    """The files below a folder that have a secret in them, in their name or their contents."""
+    """Return the files below a folder whose name or content contains a secret."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     assert found
     return [str(path) for path in found if MARK in str(path) or MARK.encode() in path.read_bytes()]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_run_leaves_no_secret_in_files_outputs_or_command_lines(tmp_path: Path, fails: bool) -> None:
+def test_run_leaves_no_secret_in_files_output_or_command_lines(tmp_path: Path, fails: bool) -> None:
     script, words = tmp_path / "script.py", [str(jobs.MAIN), "--run-dir", str(tmp_path / "runs"), *TRAIN]
     if fails:
         text = "import os\nprint('has it:', bool(os.environ['HF_TOKEN']))\nraise ValueError('it fails')\n"
@@ -74,12 +75,11 @@ def test_doctor_prints_no_secret(tmp_path: Path) -> None:
 
 
 def careful() -> None:
-    """Preloaded."""
+    """Preloaded. Set the umask of a user who lets nobody else read files."""
     os.umask(0o077)
 
 
-def test_nobody_else_can_write_what_a_run_leaves(forks: Forks, tmp_path: Path) -> None:
-    """And with the umask of somebody careful, nobody else can read it."""
+def test_files_of_a_run_keep_to_a_strict_umask(forks: Forks, tmp_path: Path) -> None:
     env = {"RANKUP_CACHE": str(tmp_path / "c")}
     forks.ends("train", *TRAIN, "--run-dir", tmp_path / "runs", env=env, preload=f"{__name__}:careful")
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "runs").rglob("*")}

@@ -1,4 +1,4 @@
-"""Anybody in the network reaches the ports of a job. Nothing that arrives there is run, and no weight changes."""
+"""Anybody on the network can reach a job's ports. Nothing that strangers send is executed or changes a weight."""
 
 import re
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ LINE = ("train", *DIGITS, "--max-steps", "150", "--save-every-steps", "20", "--j
 NO_HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
 
 
-# torch's collectives of objects, and all that unpickles. torch.load does, unless it is given weights_only=True
+# torch's collectives of objects, and every call that unpickles. torch.load unpickles without weights_only=True
 UNPICKLES = re.compile(
     r"_object_list|(?<!construct)(?<!read)_object\(|cloudpickle|(?<!w)pickle\.(loads?|Unpickler)\(|"
     r"torch\.load\((?!.*weights_only=True)"
 )
 
 
-def test_no_file_of_ours_calls_what_unpickles():
+def test_source_has_no_call_that_unpickles():
     for path in [path for name in ("rankup", "train") for path in sorted((ROOT / name).rglob("*.py"))]:
         found = [line for line in path.read_text().splitlines() if UNPICKLES.search(line)]
         assert not found, f"{path}: {found}"
@@ -39,8 +39,8 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=NO_HOROVOD if m == "horovod" else ()) for m in METHODS])
-def test_ranks_unpickle_nothing_not_even_inside_torch(forks: Forks, tmp_path: Path, method: str):
-    """Trains, saves and resumes where whatever is unpickled is an error."""
+def test_ranks_unpickle_nothing_even_inside_torch(forks: Forks, tmp_path: Path, method: str):
+    """Train, save and resume while every attempt to unpickle raises an error."""
     more = ("--num-workers", "0", "--device", "cpu", "--run-dir", tmp_path, "--name", "run")
     for steps in ("4", "8"):
         line = ("train", *DIGITS, *METHODS[method], "--max-steps", steps, "--save-every-steps", "3", *more)
@@ -48,7 +48,7 @@ def test_ranks_unpickle_nothing_not_even_inside_torch(forks: Forks, tmp_path: Pa
     assert "resumed from step-00000004" in output
 
 
-def test_the_other_commands_unpickle_nothing(forks: Forks, tmp_path: Path):
+def test_other_commands_unpickle_nothing(forks: Forks, tmp_path: Path):
     where = ("--run-dir", tmp_path, "--name", "run")
     for line in (
         ("train", *DIGITS, "--max-steps", "2", "--init-from"),
@@ -71,24 +71,24 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def proof(tmp_path: Path) -> Iterator[Path]:
-    """The folder that is there if something that a stranger sent was run."""
+    """A path that exists only if something that a stranger sent was executed. Checked at the end."""
     yield tmp_path / "proof"
     assert not (tmp_path / "proof").exists()
 
 
 def disturbed(job: Job, proof: Path, *, seed: int, only: str = "") -> Strangers:
-    """The job to its end, with strangers at all its ports from its beginning on."""
+    """Wait for the job's end, with strangers at all its ports from its start."""
     try:
         with Strangers(lambda: [process.pid for process in job.processes], proof, seed=seed, only=only) as strangers:
             job.wait()
     finally:
         job.kill()
-    # Each rank has one more, but a busy scanner may come late to an attempt that ends early
-    assert len(strangers.heard) >= 2, f"the store's port, and one of a rank: {strangers.heard}"
+    # Each rank has one more port, but a busy scanner may be late for an attempt that ends early
+    assert len(strangers.heard) >= 2, f"strangers must reach the store's port and one of a rank: {strangers.heard}"
     return strangers
 
 
-def test_run_under_launch_ends_with_the_same_weights(forks: Forks, tmp_path: Path, undisturbed: str, proof: Path):
+def test_launched_run_with_strangers_keeps_its_weights(forks: Forks, tmp_path: Path, undisturbed: str, proof: Path):
     line = ("launch", "--nproc=2", "--max-restarts=20", MAIN, *LINE, "--run-dir", tmp_path, "--name", "run")
     job = forks.start(*line)
     strangers = disturbed(job, proof, seed=0)
@@ -98,7 +98,7 @@ def test_run_under_launch_ends_with_the_same_weights(forks: Forks, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("only", "seed"), [("", 0), ("gloo", 1), ("store", 0)])
-def test_an_attempt_ends_well_or_with_a_code_that_is_tried_again(
+def test_attempt_with_strangers_succeeds_or_ends_with_a_code_to_retry(
     forks: Forks, tmp_path: Path, undisturbed: str, proof: Path, only: str, seed: int
 ):
     where = ("--run-dir", tmp_path, "--name", "run")

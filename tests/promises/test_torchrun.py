@@ -1,4 +1,4 @@
-"""Under torchrun: its summary has the real error, a restart goes on from the checkpoint, no process outlives it."""
+"""torchrun's summary has the real error, its restart resumes from the checkpoint, and no process outlives torchrun."""
 
 import json
 import os
@@ -34,7 +34,7 @@ SETTINGS = ("--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "
 
 
 def torchrun(forks: Forks, run: Path, *options: str, code: int = 0, **order: object) -> str:
-    """Two ranks under torchrun to its end: the output. `order` is for tests/rigs/faulting_workload.py."""
+    """Run two ranks under torchrun and return the output. `order` is for tests/rigs/faulting_workload.py."""
     command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *options)
     line = (*command, MAIN, "train", *SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}")
     return forks.ends(*line, preload=BE_SCRIPT, env={**WARN, "PROBE": json.dumps(order)}, code=code)
@@ -44,17 +44,17 @@ def family(mark: str) -> list[psutil.Process]:
     return [p for p in psutil.process_iter() if environ_of(p.pid).get("JOB_UNDER_TEST") == mark and lives(p.pid)]
 
 
-def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(forks: Forks, tmp_path: Path) -> None:
-    """Not "error_file: <N/A>", and not the text of a rank that only lost the other."""
+def test_torchruns_summary_has_the_error_of_the_rank_that_failed(forks: Forks, tmp_path: Path) -> None:
+    """It must be neither "error_file: <N/A>" nor the error of a rank that only lost its peer."""
     output = torchrun(forks, tmp_path / "run", code=1, **{"where": "loss", "call": 5, "rank": 1, "raise": "ValueError"})
     _, _, summary = output.partition("Root Cause")
     assert "ValueError: probe" in summary, output
-    assert "in probe" in summary  # its traceback
+    assert "in probe" in summary  # the traceback
 
 
-def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the lowest rank, whose record may have the same second as the cause's, or an earlier one; nor what the
-    rank that failed has lost thereby."""
+def test_torchruns_summary_names_the_failed_rank_and_no_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest rank's record may have the same second as the cause's, or an earlier one. The rank that failed may
+    also lose a peer afterwards, which must not replace its own error."""
     files = [tmp_path / "0.json", tmp_path / "1.json"]
     for file, error in ((0, PeerLost("lost rank 1")), (1, ValueError("broken")), (1, PeerLost("lost it thereby"))):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[file]))
@@ -66,8 +66,8 @@ def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path, monkeypa
     assert "lost rank 1" in str(summary)
 
 
-def test_torchruns_summary_says_what_a_rank_waited_for(forks: Forks, tmp_path: Path) -> None:
-    """A rank that ends at its own deadline has no exception: its reason stands there all the same."""
+def test_torchruns_summary_says_which_deadline_passed(forks: Forks, tmp_path: Path) -> None:
+    """A rank that ends at its own deadline raises no exception, but the summary must have the reason."""
     line, file = (*SETTINGS, f"--run-dir={tmp_path}", "--name=run", "--step-timeout-s=5"), tmp_path / "error.json"
     env = {"TORCHELASTIC_ERROR_FILE": str(file), **probe("loss", 5, sleep_s=600)}
     forks.ends("train", *line, env=env, code=171)
@@ -77,10 +77,10 @@ def test_torchruns_summary_says_what_a_rank_waited_for(forks: Forks, tmp_path: P
     assert "<N/A>" not in summary
 
 
-def test_torchruns_restart_goes_on_from_the_last_finished_step(forks: Forks, tmp_path: Path) -> None:
+def test_torchruns_restart_resumes_from_the_last_finished_step(forks: Forks, tmp_path: Path) -> None:
     forks.ends("train", *SETTINGS, f"--run-dir={tmp_path}", "--name=undisturbed", world_size=2)
     run = tmp_path / "run"
-    # Of one incarnation: the next one has fewer steps to do
+    # `call` counts within one incarnation. The next one has fewer steps left, so it is not killed
     output = torchrun(forks, run, "--max-restarts=1", where="loss", call=8, rank=1, signal="SIGKILL")
     assert "resumed from step 5, rescued by rank 0 on " in output
     assert "no finished step was lost" in output
@@ -89,7 +89,7 @@ def test_torchruns_restart_goes_on_from_the_last_finished_step(forks: Forks, tmp
 
 
 @pytest.mark.parametrize("mpirun", [False, True])
-def test_nothing_is_left_when_the_launcher_dies_of_a_signal(tmp_path: Path, mpirun: bool) -> None:
+def test_no_process_is_left_when_the_launcher_dies_of_a_signal(tmp_path: Path, mpirun: bool) -> None:
     if mpirun and shutil.which("mpirun") is None:
         pytest.skip("no mpirun here: apt install openmpi-bin")
     run, mark = tmp_path / "run", str(tmp_path)
@@ -99,7 +99,7 @@ def test_nothing_is_left_when_the_launcher_dies_of_a_signal(tmp_path: Path, mpir
     with ended(start(*line, f"--run-dir={tmp_path}", "--name=run", env=env)) as job:
         wait_for("a checkpoint", lambda: any((run / "checkpoints").glob("step-*")), process=job.processes[0])
         assert len(family(mark)) >= 5  # the launcher, two ranks, a DataLoader worker for each
-        # torchrun does not handle it, and dies of it as of a SIGKILL; mpirun passes it on
+        # torchrun does not handle SIGUSR1, and dies of it as of SIGKILL. mpirun would pass SIGUSR1 on
         os.kill(job.processes[0].pid, signal.SIGKILL if mpirun else signal.SIGUSR1)
         job.wait()
         assert psutil.wait_procs(family(mark), timeout=60)[1] == []

@@ -1,4 +1,4 @@
-"""A group without what joining brings along: its collectives, over the process group that is there."""
+"""A group over an existing process group, for its collectives alone: the ranks do not join as in a job."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Checkpoints for tests: states in which only one field matters, files to save, to look at and to damage."""
+"""Checkpoints for tests: states in which only one field matters, and files to save, read and damage."""
 
 import hashlib
 import random
@@ -20,28 +20,28 @@ from rankup.state.second_place import SecondPlace
 from train.config import Config
 from train.run.run_directory import check
 
-# 8 steps an epoch, 32 in all; checkpoints of 3 to 4 KiB, or with --options.width 20000 of 2 x 1 MiB
+# 8 steps per epoch, 32 in all; checkpoints of 3 to 4 KiB, or of 2 x 1 MiB with --options.width 20000
 SETTINGS = ("--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--schedule",
             "constant", "--log-every-steps", "1", "--tensorboard=false", "--join-timeout-s", "30")
 
 
 def load_checkpoint(path: Path) -> reading.Copy:
-    """Read one checkpoint folder as the program does. Raises UserError where it is damaged, or not the program's."""
+    """Read one checkpoint folder as the program does. Raises UserError if it is damaged or not the program's."""
     return reading.read(path, partial(check_record, more=check))
 
 
 def load_newest(directory: Path, warn: Callable[[str], None]) -> reading.Copy | None:
-    """The newest checkpoint in `directory` that verifies."""
+    """Return the newest checkpoint in `directory` that verifies."""
     return reading.load_newest(directory, warn, partial(check_record, more=check))
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
-    """The command line of a short training into the run directory `run`."""
+    """Return the arguments of a short training into the run directory `run`."""
     return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
 
 
 def training_state(step: int, **fields: Any) -> dict[str, Any]:
-    """The record of a checkpoint."""
+    """Return the record of a checkpoint."""
     usual: dict[str, Any] = {
         "format": FORMAT, **asdict(Position(step)), "steps_per_epoch": 8, "data": "made-up points", "seed": 0,
         "config": Config().model_dump(), "world_size": 1, "run": "0123456789abcdef", "versions": VERSIONS,
@@ -61,7 +61,7 @@ def save(
     directory: Path, step: int, *, keep: int = 99, value: float | None = None, run: str = "0123456789abcdef",
     attempt: str = "20200101T000000-abcdef", lineage: dict[str, Any] | None = None, **more: Any,
 ) -> Path:
-    """A plain checkpoint whose weights are all `step`, or `value`. `lineage`: of its attempt."""
+    """Save a plain checkpoint whose weights are all `step`, or `value`. `lineage`: its attempt's lineage."""
     model = {"weight": torch.full((3, 2), float(step) if value is None else value)}
     state = training_state(step, run=run, attempt=attempt, lineage=lineage)
     optimizer = {"state": {0: {"momentum_buffer": torch.ones(3)}}}
@@ -69,14 +69,14 @@ def save(
 
 
 def second_place(url: str, run_dir: Path, name: str, options: Options, *, required: bool = True) -> SecondPlace:
-    """That of the run in `run_dir`, for the attempt `name`, which owns its folder for ever."""
+    """Return the second place of the run in `run_dir`, for the attempt `name`, which owns its folder for ever."""
     lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, agreed=False, check=lambda: None)
     log: Any = SimpleNamespace(info=str, debug=str, warning=str)
     return SecondPlace(url, run_dir, lease, log, options, required=required)
 
 
 def newest(directory: Path) -> tuple[int, list[str]]:
-    """The step that would be resumed, and the warnings."""
+    """Return the step that a resumed run would start from, and the warnings."""
     warnings: list[str] = []
     found = load_newest(directory, warnings.append)
     assert found is not None
@@ -89,19 +89,19 @@ def steps(directory: Path) -> list[int]:
 
 
 def fingerprint(content: bytes) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return a manifest's entry for a file with this content."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def flip(path: Path, position: int) -> None:
-    """Turn one bit of a file over."""
+    """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << (position % 8)
     path.write_bytes(data)
 
 
 def damaged(content: bytes, others: Sequence[bytes], draw: random.Random) -> bytes | None:
-    """What may have become of a file: bits turned over, cut, longer, empty, lost (None), or what another one holds."""
+    """Return a damaged file: bits flipped, cut, longer, empty, lost (None), or another file's content."""
     match draw.choice(("flip", "cut", "grow", "empty", "lose", "swap")):
         case "flip":
             data = bytearray(content)
@@ -120,7 +120,7 @@ def damaged(content: bytes, others: Sequence[bytes], draw: random.Random) -> byt
 
 
 def damage(path: Path, draw: random.Random) -> bool:
-    """Do one of these to a file of a copy. Returns whether it has changed."""
+    """Damage a file of a copy in one of these ways. Return whether it has changed."""
     content = path.read_bytes()
     found = damaged(content, [each.read_bytes() for each in sorted(path.parent.iterdir()) if each != path], draw)
     path.unlink()

@@ -1,4 +1,4 @@
-"""Real containers for tests: a compose project for each test, killed from outside as by a crash, then removed."""
+"""Real containers for tests: a compose project per test, killed from outside as by a crash, then removed."""
 
 import contextlib
 import json
@@ -17,20 +17,20 @@ import psutil
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import FOREIGN, ROOT, environ_of, last_step, result, wait_for
 
-# What a user's shell or .env may set for compose.yaml
+# Variables of compose.yaml that a user's shell or .env may set
 SETTINGS = ("ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTART",
             "COMPOSE_PROFILES", "COMPOSE_FILE")
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not FOREIGN.match(k) and k not in SETTINGS}
-    # The tests' strictness about warnings is for Python programs that they start themselves
+    # Warnings are errors only in the Python programs that the tests start themselves
     clean.pop("PYTHONWARNINGS", None)
     return clean | {"DOCKER_CLI_HINTS": "false"} | dict(extra or {})
 
 
 def docker(*words: str | Path, check: bool = True, timeout_s: float = 400, **env: str) -> str:
-    """The output of `docker WORDS`, errors included. If it fails, the test fails, unless `check` is False."""
+    """Return the output of `docker WORDS`, errors included. A failure fails the test, unless `check` is False."""
     done = subprocess.run(["docker", *map(str, words)], env=clean_environment(env), cwd=ROOT, text=True,
                           timeout=timeout_s, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           check=False)
@@ -39,7 +39,7 @@ def docker(*words: str | Path, check: bool = True, timeout_s: float = 400, **env
 
 
 def why_not() -> str:
-    """Why container tests can't run here, and what helps; "" where they can."""
+    """Return why container tests can't run here, and the way out, or "" if they can."""
     has_docker = any((Path(folder) / "docker").exists() for folder in os.environ["PATH"].split(":"))
     compose = ["docker", "compose", "version"]
     if not has_docker or subprocess.run(compose, capture_output=True, check=False).returncode != 0:
@@ -52,15 +52,15 @@ def why_not() -> str:
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """The rank of a process that trains; None for any other process, and for one that has just ended."""
+    """Return the rank of a process that trains, or None for any other process and one that has just ended."""
     with contextlib.suppress(psutil.Error):
         named = re.fullmatch(r"rank (\d+)", process.name())
-        if named:  # an agent's rank: it is forked, so it has the server's command line. Its workers have its name
+        if named:  # a forked rank of an agent: its command line is the fork server's. Its workers have its name
             parent = process.parent()
             return int(named[1]) if parent is not None and parent.name() != process.name() else None
         env, parent = environ_of(process.pid), process.parent()
         if "TORCHELASTIC_RUN_ID" in env and "TORCHELASTIC_RUN_ID" not in environ_of(parent.pid if parent else 0):
-            return int(env["RANK"])  # a fresh interpreter of an agent or of torchrun. Its workers have its variables
+            return int(env["RANK"])  # a rank started as a new interpreter. Its workers have its variables
         words = process.cmdline()
         others = {"launch", "torch.distributed.run"} & set(words)
         if "train" in words and not others and "python" in Path(words[0]).name:
@@ -70,7 +70,7 @@ def rank_of(process: psutil.Process) -> int | None:
 
 
 class Project:
-    """One compose project. `runs` is a folder on the host, which the nodes write to."""
+    """One compose project. `runs` is a folder on the host to which the nodes write."""
 
     def __init__(self, folder: Path, **env: str) -> None:
         self.name = f"rankup-test-{secrets.token_hex(4)}"
@@ -79,27 +79,27 @@ class Project:
         self.files = ["-f", str(ROOT / "compose.yaml")]
 
     def add(self, name: str) -> None:
-        """Use this file of docker/ too, such as compose.nodes.yaml."""
+        """Also use this file of docker/, such as compose.nodes.yaml."""
         self.files += ["-f", str(ROOT / "docker" / name)]
 
     def override(self, text: str) -> None:
-        """Add a compose file of this text on top."""
+        """Add a compose file with this text, which overrides the others."""
         path = self.folder / f"override-{len(self.files)}.yaml"
         path.write_text(text)
         self.files += ["-f", str(path)]
 
     def slow(self, *nodes: str) -> None:
-        """Let these nodes, or node0 and node1, find the workload slow_steps:build."""
+        """Let these nodes (default: node0 and node1) find the workload slow_steps:build."""
         mount = f"{ROOT}/tests/rigs/slow_steps.py:/app/slow_steps.py:ro"
         self.override(json.dumps({"services": {node: {"volumes": [mount]} for node in nodes or ("node0", "node1")}}))
 
     def compose(self, *words: str, check: bool = True, timeout_s: float = 400, **env: str) -> str:
-        # An empty file of settings: this checkout's .env is its user's
+        # An empty file of variables, because this checkout's .env belongs to its user
         options = ["--env-file", os.devnull, "--project-directory", str(ROOT), "-p", self.name, *self.files]
         return docker("compose", *options, *words, check=check, timeout_s=timeout_s, **{**self.env, **env})
 
     def up(self, *nodes: str, **env: str) -> None:
-        """Start the nodes, all of them unless some are named, and come back."""
+        """Start these nodes (default: all) and return."""
         self.env |= env
         self.compose("up", "-d", "--no-build", *nodes)
 
@@ -120,7 +120,7 @@ class Project:
         return state
 
     def codes(self, *nodes: str, timeout_s: float = 600) -> list[int]:
-        """Wait until these nodes, or node0 and node1, have ended for good; their exit codes."""
+        """Wait until these nodes (default: node0 and node1) have ended for good. Return their exit codes."""
         nodes = nodes or ("node0", "node1")
         wait_for(
             f"end of {nodes}", lambda: all(self.state(node)["Status"] == "exited" for node in nodes),
@@ -129,21 +129,21 @@ class Project:
         return [self.state(node)["ExitCode"] for node in nodes]
 
     def ranks(self, node: str) -> list[psutil.Process]:
-        """The processes of this node that train, as the host sees them; the oldest first."""
+        """Return the processes of this node that train, as the host sees them, oldest first."""
         init = self.state(node)["Pid"]
         children = psutil.Process(init).children(recursive=True) if init else []
         return [process for process in children if rank_of(process) is not None]
 
     def kill_rank(self, node: str, *, step: int = 0) -> None:
-        """SIGKILL for one process that trains, at this step of the run "job". The process is looked up before that
-        step: the engine's answer may take longer than the rest of the run."""
+        """Send SIGKILL to one process that trains, at this step of the run "job". Find the process before that step:
+        the engine's answer may take longer than the rest of the run."""
         rank = wait_for(f"a rank in {node}", lambda: self.ranks(node), log=self.logs)[0]
         self.wait_for_step("job", step)
         rank.send_signal(signal.SIGKILL)
 
     def kill_container(self, node: str, *, step: int = 0) -> None:
-        """SIGKILL for the first process, from outside: the kernel ends all others, and the engine finds it dead. After
-        a `docker kill` the engine would restart nothing, as after a user's request."""
+        """Send SIGKILL to the container's first process from outside: the kernel ends all others, and the engine sees a
+        crash. After `docker kill` the engine would not restart the container, as after a user's request."""
         pid = wait_for(f"{node} running", lambda: self.state(node)["Pid"], log=self.logs)
         self.wait_for_step("job", step)
         os.kill(pid, signal.SIGKILL)
@@ -164,15 +164,15 @@ class Project:
 
 
 def digest_by_forks(forks: Forks, folder: Path, job: str, *, nproc: int = 2) -> str:
-    """The digest that forked ranks of this machine come to: tests/promises/test_parity.py shows it equal to that of any
-    launcher. The run in `job` is named "job"."""
+    """Return the digest of forked ranks of this machine: tests/promises/test_parity.py shows that all launchers give
+    the same digest. The run in `job` is named "job"."""
     codes, output = forks.run("train", *job.split(), "--run-dir", folder, world_size=nproc, timeout_s=600)
     assert codes == [0] * nproc, output
     return str(result(folder / "job")["digest"])
 
 
 def warned(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The warnings of a doctor's report, but not those on speeds of links: these vary with the load."""
+    """Return the warnings of a doctor's report, except those on link speeds, which vary with the load."""
     bad = [found for found in report["findings"] if found["level"] != "ok"]
     assert report["exit_code"] == (10 if bad else 0), report
     return [found for found in bad if found["stage"] != "links"]
@@ -180,7 +180,7 @@ def warned(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def project(folder: Path, **env: str) -> Iterator[Project]:
-    """A project that leaves no container, network or volume behind, whatever happens."""
+    """A project whose containers, networks and volumes are always removed."""
     made = Project(folder, **env)
     try:
         yield made

@@ -1,13 +1,12 @@
-"""A small workload that does something to its own process at an exact moment, named by the variable PROBE.
+"""A small workload that does something to its own process at an exact moment, given by the variable PROBE.
 
 PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is
-one of build, data, loss, eval_data, evaluate, save (see `probe_saves`); `call` counts them from 1 in each process;
-without `rank` all ranks do it; `tell` is a file it makes on arrival, `before_s` it waits first, or until the file
-`log` has `lines` lines, `until` a file exists it waits afterwards, `asyncio` has a loop of its own take signals,
-`raise` names an error to end with, `hold_s` it keeps the interpreter lock, `saved` it first lets a save get done that
-is under way in its process. Losses are counted from 3 and batches of training from 2, those of the first step. Not an
-option of the workload: those may not change when a run is resumed.
-"""
+one of build, data, loss, eval_data, evaluate, save (see `probe_saves`). `call` counts these calls from 1 in each
+process, except losses from 3 and training batches from 2, which are those of the first step. Without `rank`, all ranks
+obey. In this order: `tell` names a file to create; `before_s` waits; `log` names a file to wait for until it has
+`lines` lines; `saved` lets a running save end; `asyncio` lets an event loop of its own handle signals; `signal` is
+sent; `until` waits for a file; `hold_s` holds the interpreter lock; `sleep_s` sleeps; `raise` names an error to raise.
+PROBE is no option of the workload, because options may not change when a run resumes."""
 
 import asyncio
 import ctypes
@@ -37,10 +36,10 @@ ERRORS: dict[str, BaseException] = {
     "RuntimeError": RuntimeError("NCCL error: probe, Connection reset by peer, Broken pipe"),
     "UserError": UserError("probe"),
     "SystemExit": SystemExit(0),
-    "HTTPError": urllib.error.HTTPError("http://probe", 404, "probe", Message(), None),  # has a `code` of its own
+    "HTTPError": urllib.error.HTTPError("http://probe", 404, "probe", Message(), None),  # has a `code` attribute
 }
 NUM_TRAIN, NUM_EVAL, NUM_CLASSES = 64, 21, 4
-_loop: asyncio.AbstractEventLoop | None = None  # kept: unclosed, it would warn
+_loop: asyncio.AbstractEventLoop | None = None  # kept open, because asyncio warns of a loop that is dropped unclosed
 _calls: dict[str, int] = {"loss": 2, "data": 1}
 
 
@@ -80,26 +79,25 @@ def probe(where: str) -> None:
 
 
 def let_save_end() -> None:
-    """Wait for the thread that writes a checkpoint, its copy or a part: for tests that say how old the newest one is.
-    """
+    """Wait for the threads that write a checkpoint, its copy or a part, so that the newest checkpoint's age is
+    known."""
     for thread in threading.enumerate():
         if thread.name in ("save", "copy", "part"):
             thread.join()
 
 
 def _wait_for_notice() -> None:
-    """Wait until the thread that reads the signals, if this process has it, has read this one, and the ranks have
-    agreed on the step to stop at, which then is the second after this one.
+    """Wait until this process has read the signal (if it has the thread that does), and the ranks have agreed to stop
+    after the next step.
 
-    On a busy machine they could do many steps before those threads get their turn.
-    """
+    On a busy machine the ranks could take many steps before those threads run."""
     for thread in threading.enumerate():
         while thread.name == "watch" and not stop_is_known(thread._target.__self__):  # type: ignore[attr-defined]
             time.sleep(0.01)
 
 
 def stop_is_known(stop: Any) -> bool:
-    """Whether the signal was read, and where this process takes steps, when it stops. `stop`: its StopRequest."""
+    """Return whether the signal was read, and the last step agreed if this process takes steps. `stop`: StopRequest."""
     if stop.watch is None or not stop.finish_step_first:
         return bool(stop.requested)
     cell = stop.watch.record
@@ -107,7 +105,7 @@ def stop_is_known(stop: Any) -> bool:
 
 
 class Samples:
-    """Made-up points; a probe may strike in each batch, in a DataLoader worker where there are any."""
+    """Random points. A probe may strike in each batch, also in a DataLoader worker."""
 
     def __init__(self, count: int, *, seed: int, where: str) -> None:
         generator = torch.Generator().manual_seed(derive_seed(seed, count))
@@ -128,7 +126,7 @@ class Samples:
 
 
 def probe_saves() -> None:
-    """Call it first in a process: a probe may strike as it begins to save."""
+    """Call this first in a process, so that a probe can strike when it begins to save."""
     from rankup.group.watchdog import Watchdog
 
     enter = Watchdog.enter
@@ -142,7 +140,7 @@ def probe_saves() -> None:
 
 
 def slow_save() -> None:
-    """Call it first in a process: its second save never ends."""
+    """Call this first in a process whose second save must never end."""
     from rankup.state import copies
 
     quick, calls = copies.save, []
@@ -156,14 +154,14 @@ def slow_save() -> None:
 
 
 def impatient() -> None:
-    """Call it first in a process: the last resorts come after seconds, not after a minute."""
+    """Call this first in a process whose last resorts must come after seconds instead of a minute."""
     from rankup import timing
 
     timing.LOCKED_GRACE_S, timing.LEAVING_S = 4.0, 8.0
 
 
 def lose_reader() -> None:
-    """Call it first in a process: it prints to a pipe whose reader has gone."""
+    """Call this first in a process that must print to a pipe without a reader."""
     impatient()
     reader, writer = os.pipe()
     os.close(reader)
@@ -172,7 +170,7 @@ def lose_reader() -> None:
 
 
 def stuck_disk() -> None:
-    """Call it first in a process: rank 1 hangs when it writes its end into `status/`."""
+    """Call this first in a process: rank 1 then hangs when it writes its end into `status/`."""
     from rankup.group import watchdog
 
     impatient()

@@ -1,8 +1,7 @@
-"""Jobs whose processes are forked from one that has imported torch already: 0.3 s instead of 4 to the first step.
+"""Jobs whose processes are forked from a process that has imported torch: the first step takes 0.3 s instead of 4.
 
-Each is a process of its own all the same, with its own signals, session, environment and end; only the start differs.
-So it is with the process from which an agent forks its ranks. Tests of the start itself use `jobs.start`.
-"""
+Each is still a process of its own, with its own signals, session, environment and end; only the start differs. The same
+holds for an agent's fork server. Tests of the start itself use `jobs.start`."""
 
 import contextlib
 import functools
@@ -30,7 +29,7 @@ from tests.rigs.places import FAULTS
 
 
 class Process:
-    """One forked process, with what a Popen has. `code` is the exit code, or minus the signal that ended it."""
+    """One forked process, used like a Popen. `code`: the exit code, or minus the signal that ended the process."""
 
     def __init__(self, pid: int, output_file: Path) -> None:
         self.pid, self.output_file = pid, output_file
@@ -42,15 +41,15 @@ class Process:
         return self.output_file.read_text(encoding="utf-8", errors="replace")
 
     def signal(self, name: str) -> None:
-        """To this process alone."""
+        """Send the signal to this process alone."""
         os.kill(self.pid, getattr(signal, name))
 
     def signal_group(self, name: str) -> None:
-        """To it and all its children, as a batch system or a terminal does."""
+        """Send the signal to the process and all its children, as a batch system or a terminal does."""
         os.killpg(self.pid, getattr(signal, name))
 
     def kill(self) -> None:
-        """It and all its children, if there are any still: the word of its end may be on the way to us."""
+        """Kill the process and all its children. It may have ended already, before the news of its end arrived."""
         with contextlib.suppress(ProcessLookupError):
             self.signal_group("SIGKILL")
 
@@ -66,7 +65,7 @@ class Job:
         return "\n".join(process.output for process in self.processes)
 
     def wait(self, timeout_s: float = 240) -> list[int]:
-        """Wait for all ranks and return their codes; past the bound they are killed and the test fails."""
+        """Wait for all ranks and return their codes. After the bound, kill them and fail the test."""
         until_s = time.monotonic() + timeout_s
         for process in self.processes:
             if not process.ended.wait(max(0.1, until_s - time.monotonic())):
@@ -75,7 +74,7 @@ class Job:
         return [process.code for process in self.processes if process.code is not None]
 
     def wait_for(self, text: str, *, timeout_s: float = 240, count: int = 1) -> None:
-        """Wait until any rank has printed `text` so often."""
+        """Wait until the ranks have printed `text` `count` times."""
         self.wait_until(lambda: self.output.count(text) >= count, f'"{text}"', timeout_s=timeout_s)
 
     def wait_until(self, true: Callable[[], Any], what: str, *, timeout_s: float = 240) -> None:
@@ -93,14 +92,14 @@ class Job:
 
 
 class Forks:
-    """The process that forks, and what it forked."""
+    """The process that forks, and the processes that it forked."""
 
     def __init__(self, folder: Path, *, more: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
-        """`more`: modules that take long to import and that these jobs need besides. `env`: for all of them."""
+        """`more`: further modules to import, which take long and which these jobs need. `env`: for all jobs."""
         self.folder = folder
         self.server = subprocess.Popen(
             [sys.executable, __file__, *more], cwd=ROOT, text=True, bufsize=1, start_new_session=True,
-            # What the program tells torch before it imports it, which is too late here: its warnings come by chance
+            # rankup sets this before it imports torch, which is too late here. torch's own warnings come by chance
             env=environment({"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", **(env or {})}),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
@@ -119,7 +118,7 @@ class Forks:
         cwds: Sequence[Path] = (),
         preload: str = "",
     ) -> Job:
-        """`rankup ARGUMENTS` in each of `world_size` processes. `preload`: module:function called first, in each."""
+        """Run `rankup ARGUMENTS` in `world_size` processes. `preload`: a module:function to call first in each."""
         port = free_port()
         processes = []
         for rank in range(world_size):
@@ -131,13 +130,13 @@ class Forks:
     def run(
         self, *arguments: str | Path, world_size: int = 1, timeout_s: float = 240, **more: Any
     ) -> tuple[list[int], str]:
-        """To its end: the exit codes, and all output."""
+        """Run a job to its end. Return the exit codes and all output."""
         job = self.start(*arguments, world_size=world_size, **more)
         return job.wait(timeout_s), job.output
 
     def ends(self, *arguments: str | Path, code: int | list[int] = 0, world_size: int = 1, **more: Any) -> str:
-        """To its end: all output. Each process must end with this code, or they end with these. 2 is a mistake of the
-        user: a line without a traceback."""
+        """Run a job to its end and return all output. Each process must end with `code`, or the processes with these
+        codes. Code 2 is the user's mistake: one line without a traceback."""
         codes, output = self.run(*arguments, world_size=world_size, **more)
         assert codes == ([code] * world_size if isinstance(code, int) else code), output
         assert code != 2 or "Traceback" not in output, output
@@ -145,7 +144,7 @@ class Forks:
 
     @contextmanager
     def running(self, *arguments: str | Path, **more: Any) -> Iterator[Job]:
-        """Started, and over when the block is left, whatever happens."""
+        """Start a job, and kill what is left of it at the end of the block."""
         job = self.start(*arguments, **more)
         try:
             yield job
@@ -155,7 +154,7 @@ class Forks:
     def close(self) -> None:
         assert self.server.stdin is not None
         assert self.server.stdout is not None
-        # The end of the pipe alone is not seen as long as a fork of this process has it, such as a DataLoader's worker
+        # Closing the pipe is not enough while another process holds it open, such as a DataLoader worker
         with contextlib.suppress(BrokenPipeError):
             self.server.stdin.write("end\n")
             self.server.stdin.close()
@@ -167,11 +166,11 @@ class Forks:
         assert self.server.stdin is not None
         self._count += 1
         output = self.folder / f"{self._count}.txt"
-        output.touch()  # whoever looks before the process has begun finds nothing, not an error
+        output.touch()  # a reader finds an empty file, not an error, before the process has begun
         request = {"arguments": arguments, "env": env, "cwd": str(cwd), "output": str(output), "preload": preload}
         with self._news:
             self.server.stdin.write(json.dumps(request) + "\n")
-            # Before the first it has to import torch and more, which took 20 s on two busy CPUs
+            # Before its first fork the server imports torch and more, which took 20 s on two busy CPUs
             assert self._news.wait_for(lambda: self._started, 240), "the forking process does not answer"
             process = Process(self._started.pop(), output)
             self._processes[process.pid] = process
@@ -188,7 +187,7 @@ class Forks:
                     self._news.notify_all()
             if "ended" in news:
                 pid = news["ended"]
-                with self._news:  # who started it may not have got the lock back since, and has not entered it yet
+                with self._news:  # the thread that forked it may not have entered it yet
                     assert self._news.wait_for(lambda pid=pid: pid in self._processes, 60), f"nobody started {pid}"
                     process = self._processes.pop(pid)
                 process.code = news["code"]
@@ -197,13 +196,13 @@ class Forks:
 
 # In the process that forks ------------------------------------------------------------------------------------
 
-# What an interpreter reads at its start: an agent with other values has its fork server started afresh
+# Python reads these variables at its start. If an agent has other values, its fork server starts as a new interpreter
 READ_AT_START = ("PYTHONWARNINGS", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCH_LOGS")
 AT_START = dict(os.environ)
 
 
 def serve() -> None:
-    """Fork one job a line of stdin; tell on stdout who was started and who ended."""
+    """Fork one job for each line of stdin. Report on stdout which processes were started and which ended."""
     commands = ("train.commands.checkpoint", "rankup.doctor.stages", "train.loop", "rankup.cli", "rankup.job",
                 "rankup.launch")
     gc.disable()
@@ -211,10 +210,10 @@ def serve() -> None:
                  *commands, "train.workloads.images", "train.workloads.text", "train.data.sources.in_memory",
                  *sys.argv[1:]):
         importlib.import_module(slow)
-    # Each init_process_group looks through the entry points of all packages for backends
+    # Each init_process_group searches the entry points of all packages for backends: remember them
     vars(importlib.metadata)["entry_points"] = entry_points = functools.cache(importlib.metadata.entry_points)
     entry_points(group="torch.distributed.backends")
-    gc.freeze()  # as in the agent's own: a collection in a fork must not write to, and so copy, what all share
+    gc.freeze()  # as the agent's fork server does: a collection in a fork would write to shared memory, and so copy it
     gc.enable()
 
     wakeup, writer = socket.socketpair()
@@ -238,7 +237,7 @@ def serve() -> None:
                 selector.unregister(sys.stdin.fileno())
                 open_ = False
                 for pid in alive:
-                    with contextlib.suppress(ProcessLookupError):  # no group of its own yet
+                    with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
                         os.killpg(pid, signal.SIGKILL)
             for line in lines:
                 pid = os.fork()
@@ -266,7 +265,7 @@ def _be(job: dict[str, Any]) -> NoReturn:
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
     output = os.open(job["output"], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-    _tell({"started": os.getpid()})  # not before it can be signalled as a group and has an output file
+    _tell({"started": os.getpid()})  # only now can the process be signalled as a group, and has an output file
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(job["env"])
@@ -282,7 +281,7 @@ def _be(job: dict[str, Any]) -> NoReturn:
 
 
 class _Server:
-    """A fork server that waits for its order, with what the agent wants of a Popen."""
+    """A fork server that waits for its order. It has the methods of a Popen that the agent uses."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid, self.channel = pid, channel
@@ -297,7 +296,7 @@ class _Server:
 
 
 def _warm_servers(count: int) -> None:
-    """In an agent: its first fork servers are forks of this process, which has imported torch, not cold starts."""
+    """In an agent: fork its first fork servers from this process, which has imported torch: no cold starts."""
     from rankup.agent import fork_server
 
     unused = list[_Server]()
@@ -314,7 +313,7 @@ def _warm_servers(count: int) -> None:
 
     def start(command: list[str], *, env: dict[str, str], pass_fds: list[int], **more: Any) -> Any:
         order = json.loads(command[2])
-        # Of a job with faults at places only the path differs: it leads to a sitecustomize that installs their hooks
+        # With injected faults only PYTHONPATH differs: it leads to a sitecustomize that installs the hooks
         read = [name for name in READ_AT_START if name != "PYTHONPATH" or FAULTS not in env]
         if not order["fork"] or not unused or any(env.get(name) != AT_START.get(name) for name in read):
             return subprocess.Popen(command, env=env, pass_fds=pass_fds, **more)
@@ -327,7 +326,7 @@ def _warm_servers(count: int) -> None:
 
 
 def _be_a_server(channel: socket.socket) -> NoReturn:
-    """Wait for the order, then run as the file of the fork server."""
+    """Wait for the order, then run as the fork server's file."""
     data, (passed, *_) = b"", [-1]
     with channel:
         while True:
@@ -335,13 +334,13 @@ def _be_a_server(channel: socket.socket) -> NoReturn:
             if not more:
                 break
             data, passed = data + more, descriptors[0] if descriptors else passed
-    if not data:  # the agent is gone, or starts its ranks as fresh interpreters
+    if not data:  # the agent has ended, or starts its ranks as new interpreters
         os._exit(0)
     file, order, env = json.loads(data)
     os.environ.clear()
     os.environ.update(env)
-    del sys.path[0]  # the folder of this file
-    if FAULTS in env:  # their hooks are in modules that are imported anew
+    del sys.path[0]  # the directory of this file
+    if FAULTS in env:  # the hooks need modules that are imported anew
         for name in [name for name in sys.modules if name.partition(".")[0] in ("rankup", "train", "tests")]:
             del sys.modules[name]
         importlib.import_module("tests.rigs.places").install()

@@ -1,4 +1,4 @@
-"""What the fuzzer of tests/promises/test_fuzz.py reads: a table of formats, and what it does to their bytes."""
+"""The formats that the fuzzer of tests/promises/test_fuzz.py reads, and the mutations of their bytes."""
 
 import asyncio
 import contextlib
@@ -109,7 +109,7 @@ def _changed(dice: random.Random, value: Any) -> Any:
 
 
 def replace(dice: random.Random, path: Path) -> None:
-    """Something else in the file's place."""
+    """Replace the file by something else."""
     path.unlink()
     kind = dice.choice(("nothing", "folder", "pipe", "../outside", "nowhere", "/dev/zero", "/dev/full", path.name))
     if kind == "folder":
@@ -127,8 +127,8 @@ def replace(dice: random.Random, path: Path) -> None:
 class Format:
     files: Callable[[], Files]
     read: Callable[[Path], object]
-    replaced: bool = True  # the user names a folder, in which a file may be a link, a pipe or a device
-    sealed: bool = False  # a manifest has digests, which half of the inputs get right
+    replaced: bool = True  # the user names a folder, where a file may also be a link, a pipe or a device
+    sealed: bool = False  # a manifest has digests, which are right in half of the inputs
 
 
 MODEL = {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}
@@ -204,7 +204,7 @@ def frames() -> Files:
 
 
 async def read_frames(data: bytes) -> None:
-    def hear(member: Member, message: Any) -> None:  # as rank 0's agent does
+    def hear(member: Member, message: Any) -> None:  # as the agent of rank 0 does
         if message["is"] == "end":
             ends.add(End.read(message, member.host))
         elif message["is"] == "ending":
@@ -225,7 +225,7 @@ async def read_frames(data: bytes) -> None:
 
 
 def words() -> Files:
-    """What a member hears from whoever leads, and an agent from its ranks."""
+    """What a member hears from its leader, and an agent from its ranks."""
     basis = {"n": 1, "v": 0, "job": "20260102T030405-ab", "used": ["t1", "t2"], "voters": ["t1", "t2"],
              "known": [["t2", "127.0.0.1", 1, "node0"]], "before": []}
     said = [encode("waiting", text="for node 0"), encode("propose", n=1, ip="127.0.0.1", next=None, basis=basis),
@@ -247,7 +247,7 @@ def read_words(folder: Path) -> None:
 
 
 async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
-    """An agent that starts no process, whose leader and rank say these."""
+    """Run an agent without processes that gets these bytes from its leader and its rank."""
     broken: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
     node = NodeEnv(node_rank=1, num_nodes=2, nproc=2, master_addr="127.0.0.1", master_port=1, limits=Limits(1, 2))
@@ -287,7 +287,7 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
 
 
 def _said(data: bytes) -> tuple[Any, Any]:
-    """A connection whose other side says this, and leaves."""
+    """Return a connection whose other side sends this data and leaves."""
     reader = asyncio.StreamReader(limit=LONGEST)
     reader.feed_data(data)
     reader.feed_eof()

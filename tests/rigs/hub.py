@@ -1,4 +1,4 @@
-"""As much of the Hugging Face hub as `datasets` needs to download a data set: one repository, from a folder."""
+"""The part of the Hugging Face hub that `datasets` needs to download a data set: one repository, from a folder."""
 
 import hashlib
 import threading
@@ -17,7 +17,7 @@ COMMIT = hashlib.sha1(b"the only commit").hexdigest()
 
 
 class Hub:
-    """The server: what was asked of it, and where it is."""
+    """The server, with its address and the requests that it got."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.address = name, folder, ""
@@ -25,7 +25,7 @@ class Hub:
         self.authorizations: set[str] = set()
 
     def files(self) -> list[dict[str, Any]]:
-        """The files of the repository, as the hub lists them."""
+        """Return the repository's files as the hub lists them."""
         return [
             {"type": "file", "path": path.relative_to(self.folder).as_posix(), "size": path.stat().st_size,
              "oid": hashlib.sha1(path.read_bytes()).hexdigest()}
@@ -33,7 +33,7 @@ class Hub:
         ]
 
     def count(self, text: str) -> int:
-        """How many requests for content had this text in them."""
+        """Return the number of requests for content whose path has this text."""
         return sum(line.startswith("GET ") and text in line for line in self.requests)
 
     def app(self) -> flask.Flask:

@@ -1,4 +1,4 @@
-"""Small made-up IDX files for the tests of the data sources."""
+"""Small random IDX files for the tests of the data sources."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}
 
 
 def write_idx(path: str | Path, values: torch.Tensor) -> None:
-    """Write uint8 [N, H, W] as images or uint8 [N] as labels; gzip if the name ends in .gz.
+    """Write uint8 [N, H, W] as images or uint8 [N] as labels; with gzip if the name ends in .gz.
 
-    The same values give the same bytes: the gzip header carries neither name nor time.
-    """
+    The same values give the same bytes: the gzip header has neither name nor time."""
     magic = MAGIC["images" if values.dim() == 3 else "labels"]
     content = magic + struct.pack(f">{values.dim()}I", *values.shape) + values.contiguous().numpy().tobytes()
     path = Path(path)
@@ -42,10 +41,10 @@ def write_set(folder: Path, *, suffix: str = "") -> Path:
 
 
 def small() -> Remote:
-    """Fashion-MNIST as `write_set` makes it, which lies nowhere on this machine."""
+    """Return a description of Fashion-MNIST as `write_set` makes it. No file of it is on this machine."""
     return replace(KNOWN["fashion-mnist"], packed=None, package="")
 
 
 def everything(root: Path) -> list[str]:
-    """Its files, without locks and reasons of failures."""
+    """Return the names of all files in `root`, except locks and recorded failures."""
     return sorted(path.name for path in root.iterdir() if path.suffix not in (".lock", ".failed"))

@@ -1,7 +1,6 @@
-"""What tests, mostly those of the doctor, change in one rank before its program begins.
+"""Faults that tests, mostly those of the doctor, put into a rank before its program begins.
 
-The functions for the doctor also move the process into the network namespace that the environment names, if any.
-"""
+The functions for the doctor also move the process into the network namespace that the environment names, if any."""
 
 import math
 import os
@@ -13,9 +12,9 @@ import torch
 
 from tests.rigs import namespaces
 
-# links: the test judges their speed, each by itself. Elsewhere it is not judged: on a busy machine it may be anything
+# "links": the test expects a verdict on their speed. Other tests give none: a busy machine may have any speed
 LOOK = "TEST_DOCTOR_LOOKS_AT"
-STAGE = "TEST_DOCTOR_STAGE_S"  # the longest time of a stage
+STAGE = "TEST_DOCTOR_STAGE_S"  # the time limit of a stage, in seconds
 
 
 def healthy() -> None:
@@ -35,7 +34,7 @@ def hangs_in_the_collective() -> None:
     from rankup.doctor import stages
 
     _enter()
-    # As the check itself a generator: it runs once its stage has begun
+    # A generator as the real check is, so that it runs only when its stage has begun
     stages.collective = lambda *a: (time.sleep(600) for _ in range(1))  # type: ignore
 
 
@@ -62,14 +61,14 @@ def adds_wrongly() -> None:
 
 
 def flips_a_bit() -> None:
-    """The lowest one of one number, in what the second repetition computes."""
+    """Flip the lowest bit of one number in the second repetition."""
     _enter()
     right, calls = torch.sin, []
 
     def wrong(tensor: torch.Tensor) -> torch.Tensor:
         done = right(tensor)
         calls.append(done)
-        if len(calls) == 16:  # the last product of the second time
+        if len(calls) == 16:  # the last product of the second repetition
             done.view(torch.int32)[7, 7] ^= 1
         return done
 
@@ -77,7 +76,7 @@ def flips_a_bit() -> None:
 
 
 def dies_in_step_8() -> None:
-    """Rank 1, whatever it trains."""
+    """Kill rank 1 in step 8 of any training."""
     if os.environ["RANK"] != "1":
         return
     import train.loop
@@ -93,7 +92,7 @@ def dies_in_step_8() -> None:
 
 
 def wrong_products() -> None:
-    """Rank 1 computes each layer wrongly by one bit, as a broken processor would."""
+    """Make rank 1 compute each layer with one wrong bit, as a broken processor would."""
     linear = torch.nn.functional.linear
 
     def wrong(*given: Any) -> torch.Tensor:

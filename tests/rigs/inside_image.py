@@ -1,6 +1,6 @@
-"""Runs inside the image, which has no tests: `python inside_image.py FUNCTION` prints what it returns as JSON.
+"""Runs inside the image, which has no tests: `python inside_image.py FUNCTION` prints the function's result as JSON.
 
-test_compose_image.py mounts this file, and compares what it prints."""
+test_compose_image.py mounts this file, and compares the output."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ PACKAGES = next(Path("/opt/venv/lib").glob("python3*/site-packages"))
 
 
 def recorded() -> set[str]:
-    """The files of all wheels, relative to site-packages; not the bytecode that pip compiles."""
+    """Return the files of all wheels, relative to site-packages, without the bytecode that pip compiles."""
     names = set()
     for record in PACKAGES.glob("*.dist-info/RECORD"):
         with record.open() as lines:
@@ -24,7 +24,7 @@ def recorded() -> set[str]:
 
 
 def contents() -> dict[str, Any]:
-    """What the image holds beyond the wheels, in MB, and what it should not hold."""
+    """Return what the image holds beyond the wheels, in MB, and what it should not hold."""
     wheels = recorded()
     everything, stray = 0, []
     for folder, folders, files in os.walk("/"):
@@ -33,7 +33,7 @@ def contents() -> dict[str, Any]:
             path = os.path.join(folder, name)
             about = os.lstat(path)
             everything += about.st_size
-            # Python's own wheels of pip are the base's; an empty file is where the build mounted one
+            # The base image has Python's own wheel of pip; an empty file marks a place where the build mounted another
             if name.endswith((".whl", ".deb")) and not path.startswith("/usr/share/python-wheels/") and about.st_size:
                 stray.append(path)
     stray += [tool for tool in ("gcc", "g++", "cc", "make", "pip", "git", "strip") if shutil.which(tool)]
@@ -44,7 +44,7 @@ def contents() -> dict[str, Any]:
 
 
 def imports() -> dict[str, Any]:
-    """The versions that each library tells itself, so that it was loaded, and one operator of torchvision."""
+    """Load each library to get its version, and call one operator of torchvision."""
     import torch
     import torch.profiler
     import torchvision
@@ -54,7 +54,7 @@ def imports() -> dict[str, Any]:
     with SummaryWriter("/tmp/board") as board:
         board.add_scalar("loss", 1.0, 1)
     boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2], [4, 4, 6, 6]])
-    # Without a driver this is None on a torch without CUDA alone
+    # Without a driver this is None only for a torch without CUDA
     return {
         "cuda": torch.version.cuda,
         "cuda_available": torch.cuda.is_available(),

@@ -1,4 +1,4 @@
-"""Real jobs for tests: start ranks as processes, wait for them bounded, read what they left."""
+"""Real jobs for tests: start ranks as processes, wait for them with a bound, and read their files."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ROOT / "train" / "main.py"
-# What launchers, schedulers and earlier tests may have left in the environment
+# Variables that launchers, schedulers and earlier tests may have left in the environment
 FOREIGN = re.compile(
     r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_|MASTER_|PET_|TORCHELASTIC|SLURM_|OMPI_|HOROVOD_|RANKUP_|GLOO_"
     r"|NCCL_|TP_)"
@@ -30,8 +30,9 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that is free now, and that no outgoing connection of this machine will take: not one the kernel hands out.
-    Never the same twice, since nobody may have bound the first as yet: each of pytest-xdist's processes has its own."""
+    """Return a port that is free now, and that the kernel does not give to outgoing connections. A process never
+    returns a port twice, because the caller may not have bound it yet, and each pytest-xdist worker has ports of its
+    own."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         port = random.randrange(10000 + worker % 16, 32000, 16)
@@ -43,7 +44,7 @@ def free_port() -> int:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a child: nothing of a launcher, one thread, warnings as errors."""
+    """Return a child's environment: no launcher's variables, one thread, warnings as errors."""
     clean = {k: v for k, v in os.environ.items() if not FOREIGN.match(k)}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHONPATH": str(ROOT)}
     return clean | dict(extra or {})
@@ -51,13 +52,13 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @dataclass
 class Job:
-    """Processes of one job. `codes` and `outputs` are in the order they were started."""
+    """The processes of one job. `codes` and `outputs` are in the order in which the processes were started."""
 
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
 
     def wait(self, timeout_s: float = 240) -> list[int]:
-        """Wait for all; past the bound they are killed and the test fails with their output."""
+        """Wait for all processes. After the bound, kill them and fail the test with their output."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             try:
@@ -78,9 +79,9 @@ class Job:
         return "\n".join(self.outputs)
 
     def kill(self) -> None:
-        """End every process with all its children, those in process groups of their own too."""
+        """Kill every process with all its children, including children in other process groups."""
         for process in self.processes:
-            if process.poll() is None:  # one that was waited for has given its number back
+            if process.poll() is None:  # the number of a process that was waited for may belong to another process now
                 for child in psutil.Process(process.pid).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         child.kill()
@@ -91,7 +92,7 @@ class Job:
 def start(
     *command: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, job: Job | None = None
 ) -> Job:
-    """Start one process in a session of its own, output and errors together."""
+    """Start one process in its own session, with stdout and stderr together."""
     job = job or Job()
     job.processes.append(
         subprocess.Popen(
@@ -113,11 +114,10 @@ def wait_for(
     what: str, condition: Callable[[], Any], *, timeout_s: float = 300, log: Callable[[], str] = str,
     process: "subprocess.Popen[Any] | None" = None, over: Callable[[], bool] = bool,
 ) -> Any:
-    """The first true value of `condition`. Past the bound, or when `process` has ended or all is `over`, the test fails
-    with `log`.
+    """Return the first true value of `condition`. Fail the test with `log` after the bound, or when `process` has ended
+    or `over` is true.
 
-    Looks take a tenth of the time: most of them start a command, which takes CPU from what they wait for.
-    """
+    Calls of `condition` take at most a tenth of the time: most start a command, which takes CPU from the job itself."""
     until_s = time.monotonic() + timeout_s
     while True:
         looked_s = time.monotonic()
@@ -126,7 +126,7 @@ def wait_for(
         now_s = time.monotonic()
         assert now_s < until_s, f"not within {timeout_s} s: {what}\n{log()}"
         if over() or (process is not None and process.poll() is not None):
-            value = condition()  # it may have come true since
+            value = condition()  # it may have become true since
             assert value, f"ended before this: {what}\n{log()}"
             return value
         time.sleep(min(0.5, max(0.01, 9 * (now_s - looked_s))))
@@ -134,7 +134,7 @@ def wait_for(
 
 @contextmanager
 def ended(job: Job) -> Iterator[Job]:
-    """Whatever happens, nothing of the job is left behind."""
+    """Kill what is left of the job at the end of the block."""
     try:
         yield job
     finally:
@@ -146,7 +146,7 @@ def ended(job: Job) -> Iterator[Job]:
 
 
 def lives(pid: int) -> bool:
-    """And is no zombie: one whose parent was killed waits for the first process of this machine to reap it."""
+    """Return whether the process runs and is no zombie. A zombie without a parent waits until process 1 reaps it."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -154,8 +154,8 @@ def lives(pid: int) -> bool:
 
 
 def working_in(folder: Path) -> list[psutil.Process]:
-    """All processes that live and whose current directory this is, such as those of a job that was started there. One
-    whose parent has ended belongs to it too."""
+    """Return all live processes whose current directory is `folder`, such as those of a job that was started there,
+    also those whose parent has ended."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -165,13 +165,13 @@ def working_in(folder: Path) -> list[psutil.Process]:
 
 
 def probe(where: str, call: int, rank: int | None = None, **order: Any) -> dict[str, str]:
-    """What has that rank, or all, do something at that moment: see tests/rigs/faulting_workload.py."""
+    """Make that rank, or all, do something at that moment: see tests/rigs/faulting_workload.py."""
     return {"PROBE": json.dumps({"where": where, "call": call, "rank": rank, **order})}
 
 
 def kill(rank: int | None, step: int) -> dict[str, str]:
-    """In that step of each incarnation, counted from 1: the first step's loss is call 3. None: the process that gets
-    it. Its saves have ended: tests/run/test_saver.py kills ranks while they write."""
+    """Kill the rank in that step of each attempt (the loss of step 1 is call 3). None: any rank that gets there. A save
+    under way ends first; tests/run/test_saver.py kills ranks that are writing."""
     return probe("loss", step + 2, rank, signal="SIGKILL", saved=True)
 
 
@@ -188,14 +188,14 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def losses_of(run_dir: Path, *, count: int) -> list[float]:
-    """Of each of so many steps, none missing and none twice."""
+    """Return the losses of the first `count` steps. Fail if one is missing or there twice."""
     found = [line for line in metrics(run_dir) if "train/loss" in line]
     assert [line["step"] for line in found] == list(range(1, count + 1))
     return [line["train/loss"] for line in found]
 
 
 def last_step(run_dir: Path) -> int:
-    """In the metrics, whose last line may be half written."""
+    """Return the last step in the metrics, whose last line may be half written."""
     try:
         return max((entry["step"] for entry in metrics(run_dir)[-3:]), default=0)
     except (OSError, ValueError):
@@ -203,23 +203,23 @@ def last_step(run_dir: Path) -> int:
 
 
 def comparable_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics without what depends on the clock and on the machine."""
+    """Return the metrics without values that depend on the clock or the machine."""
     return [{name: value for name, value in entry.items() if is_comparable(name)} for entry in metrics(run_dir)]
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """What must be the same whatever happened to the run."""
+    """Return what must be the same whatever happened to the run."""
     return {"digest": result(run_dir)["digest"], "metrics": comparable_metrics(run_dir)}
 
 
 def is_comparable(name: str) -> bool:
-    """Whether a value in the metrics must be the same when the run is done again."""
+    """Return whether this metric must be the same when the run is repeated."""
     return name != "time" and not name.endswith("_per_s")
 
 
 def environ_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with, {} for one that is gone. psutil leaves the file open when a
-    process ends while it is read, which warns, much later, in somebody else's test."""
+    """Return the environment with which a process was started, or {} if it is gone. psutil would leave the file open if
+    the process ends during the read, which causes a warning much later, in another test."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Reads, renders and judges the manifests in k8s/, without a cluster."""
+"""Reads, renders and checks the manifests in k8s/, without a cluster."""
 
 import copy
 import json
@@ -23,18 +23,18 @@ Object = dict[str, Any]
 K8S = ROOT / "k8s"
 FILES = ["pytorchjob.yaml", "trainjob.yaml", "jobset.yaml", "job.yaml"]
 CLAIMS = ["volume.yaml", "components/fsdp/volume.yaml"]
-# A file, or a kind and components of k8s/kustomization.yaml. Every mix: test_k8s_mixes.py
+# A file, or a kind and components of k8s/kustomization.yaml. test_k8s_mixes.py tests every combination
 TRAINING = [*FILES, "pytorchjob", "pytorchjob+elastic", "job+gpu", "jobset+fsdp", "job+own", "jobset+script"]
 EVERY = [*TRAINING, "board.yaml"]
 VERSION = "1.32"  # of Kubernetes
-# What `make image` builds, by the program's version
+# The image that `make image` builds, with the program's version
 IMAGE = f"rankup:{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}"
-# The published schemas and the recorded pods, where somebody has them
+# The folder with the published schemas and the recorded pods, if there is one
 FACTS = Path(os.environ.get("K8S_FACTS", ROOT.parent / "shared" / "k8s"))
 
 
 def kubectl(*words: str) -> str:
-    """`kubectl WORDS`; warnings are failures too."""
+    """Return the output of `kubectl WORDS`. Warnings are failures too."""
     if not shutil.which("kubectl"):
         pytest.skip("no kubectl here: k8s/setup.sh installs it")
     done = subprocess.run(["kubectl", *words], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -43,8 +43,8 @@ def kubectl(*words: str) -> str:
 
 
 def kustomized(what: str, *edits: tuple[str, str]) -> list[Object]:
-    """The objects of k8s/kustomization.yaml once a user has set its kind and components, "job+gpu+own", and replaced
-    the first text of each edit by the second, here or in a component."""
+    """Return the objects of k8s/kustomization.yaml after a user has set its kind and components, "job+gpu+own", and
+    replaced the first text of each edit by the second, here or in a component."""
     kind, *components = what.split("+")
     changes = [("resources: [pytorchjob.yaml]", f"resources: [{kind}.yaml]")]
     changes += [(f"# - components/{name} ", f"- components/{name} ") for name in components]
@@ -59,7 +59,7 @@ def kustomized(what: str, *edits: tuple[str, str]) -> list[Object]:
 
 
 def rendered(what: str) -> list[Object]:
-    """The objects of a file or a mix, as kubectl itself reads them: not as Python's YAML does. A copy, to change."""
+    """Return the objects of a file or combination as kubectl, not Python's YAML, reads them: a copy, to change."""
     return copy.deepcopy(_rendered(what))
 
 
@@ -68,7 +68,7 @@ def _rendered(what: str) -> list[Object]:
     if not what.endswith(".yaml"):
         documents = kustomized(what)
     else:
-        # The one command that reads any kind without asking a cluster about it; it prints one object after the other
+        # The only command that reads any kind without asking a cluster. It prints one object after the other
         rest = kubectl("label", "--local", "-o", "json", "-f", f"k8s/{what}", "made-by=nobody").strip()
         documents = []
         while rest:
@@ -89,7 +89,7 @@ PUBLISHED = {
 
 
 def _strict(schema: Any) -> Any:
-    """A published schema as the API server applies it: unknown fields are refused, an int-or-string is either."""
+    """Return a published schema as the API server applies it: no unknown fields, int-or-string allows either."""
     if isinstance(schema, list):
         return [_strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -115,11 +115,11 @@ def _published(kind: str) -> Object | None:
 
 
 def problems(document: Object) -> list[str]:
-    """Why a cluster would refuse this object; nothing if it would not."""
+    """Return the reasons for which a cluster would refuse this object."""
     kind, spec = document["kind"], document.get("spec", {})
     if kind not in PUBLISHED:
         return _core(document)
-    # Services are named after it, by DNS-1035
+    # The names of the Services derive from the object's name, and must follow DNS-1035
     found = [] if re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", document["metadata"]["name"]) else ["metadata.name"]
     if (published := _published(kind)) is not None:
         errors = Draft4Validator(published).iter_errors(document)
@@ -140,6 +140,6 @@ def _core(document: Object) -> list[str]:
 
 
 def one(what: str, kind: str) -> Object:
-    """The only object of this kind in a file or a mix."""
+    """Return the only object of this kind in a file or combination."""
     (found,) = [each for each in rendered(what) if each["kind"] == kind]
     return found

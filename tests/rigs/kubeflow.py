@@ -1,4 +1,4 @@
-"""The pods that Kubernetes makes of a job, as far as a container sees them: by the rules of the training operator for a
+"""The pods that Kubernetes makes of a job, as far as a container sees them, by the rules of the training operator for a
 PyTorchJob (recorded from v1.9.3), of Trainer for a TrainJob, and of an Indexed Job."""
 
 import copy
@@ -12,7 +12,7 @@ PORT_NAME, PORT = "pytorchjob-port", 23456
 
 
 def operator_pods(job: Object) -> list[Object]:
-    """The pods of a PyTorchJob, the Master's first. It fails where the operator's webhook refuses the job."""
+    """Return the pods of a PyTorchJob, the Master's first. Fail if the operator's webhook would refuse the job."""
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert "Master" not in replicas or replicas["Master"]["replicas"] == 1
     assert all("pytorch" in [each["name"] for each in replica["template"]["spec"]["containers"]]
@@ -88,7 +88,7 @@ def _init_container(master: str) -> Object:
 
 
 def job_pods(job: Object) -> list[Object]:
-    """The pods of an Indexed Job. Each has its index in JOB_COMPLETION_INDEX and in a label."""
+    """Return the pods of an Indexed Job. Each has its index in JOB_COMPLETION_INDEX and in a label."""
     name, found = job["metadata"]["name"], []
     for index in range(job["spec"]["completions"]):
         template = copy.deepcopy(job["spec"]["template"])
@@ -100,7 +100,7 @@ def job_pods(job: Object) -> list[Object]:
 
 
 def trainer_pods(job: Object, runtime: Object) -> list[Object]:
-    """The pods of a TrainJob whose runtime has one replicated job, named node."""
+    """Return the pods of a TrainJob whose runtime has one replicated job, named node."""
     name, trainer = job["metadata"]["name"], job["spec"].get("trainer", {})
     (node,) = [each for each in runtime["spec"]["template"]["spec"]["replicatedJobs"] if each["name"] == "node"]
     nodes = trainer.get("numNodes", runtime["spec"]["mlPolicy"].get("numNodes", 1))
@@ -121,7 +121,7 @@ def trainer_pods(job: Object, runtime: Object) -> list[Object]:
 
 
 def jobset_pods(jobset: Object) -> list[Object]:
-    """The pods of a JobSet of one replicated job: its Job is named after both, its Service after the JobSet."""
+    """Return the pods of a JobSet with one replicated job. Its Service has the JobSet's name, its Job both names."""
     name, ((job,),) = jobset["metadata"]["name"], (jobset["spec"]["replicatedJobs"],)
     made = {"metadata": {"name": f"{name}-{job['name']}-0"}, "spec": job["template"]["spec"]}
     pods = job_pods(made)
@@ -131,7 +131,7 @@ def jobset_pods(jobset: Object) -> list[Object]:
 
 
 def pods_of(documents: list[Object]) -> list[Object]:
-    """All pods that Kubernetes makes of these objects."""
+    """Return all pods that Kubernetes makes of these objects."""
     found: list[Object] = []
     for document in documents:
         if document["kind"] == "PyTorchJob":
@@ -150,7 +150,7 @@ def pods_of(documents: list[Object]) -> list[Object]:
 
 
 def environment(pod: Object) -> dict[str, str]:
-    """The environment of a pod's only container; a later entry wins, $(NAME) is an earlier one."""
+    """Return the environment of a pod's only container. A later entry wins; $(NAME) is an earlier entry's value."""
     (container,) = pod["spec"]["containers"]
     values = {}
     for entry in container.get("env", []):
@@ -164,7 +164,7 @@ def environment(pod: Object) -> dict[str, str]:
 
 
 def command_line(pod: Object) -> list[str]:
-    """Command and arguments of a pod's only container. $(NAME) is replaced as by the kubelet: an unknown name stays."""
+    """Return command and arguments of a pod's only container. As in the kubelet, an unknown $(NAME) stays."""
     (container,) = pod["spec"]["containers"]
     values = environment(pod)
     return [_expanded(word, values) for word in [*container.get("command", []), *container.get("args", [])]]
@@ -174,20 +174,19 @@ def _expanded(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\$\((\w+)\)", lambda name: values.get(name[1], name[0]), text)
 
 
-OWNERS = ("PyTorchJob", "Job", "JobSet", "TrainingRuntime")  # their rules decide what follows the end of a pod
+OWNERS = ("PyTorchJob", "Job", "JobSet", "TrainingRuntime")  # these objects decide what follows the end of a pod
 
 
 def verdict(owner: Object, code: int, *, disrupted: bool = False) -> str:
-    """What follows when a pod ends with `code`.
+    """Return what follows when a pod ends with `code`.
 
-    done: nothing; fails: the job fails; new: another pod; counted: another pod, or its container again, at most
-    backoffLimit times. `disrupted`: by preemption, eviction or a drain.
-    """
+    done: nothing; fails: the job fails; new: a new pod; counted: a new pod, or its container again, at most
+    backoffLimit times. `disrupted`: the pod ended by preemption, eviction or a drain."""
     if owner["kind"] == "PyTorchJob":
         (policy,) = {each["restartPolicy"] for each in owner["spec"]["pytorchReplicaSpecs"].values()}
         if code == 0:
             return "done"
-        if policy == "ExitCode":  # 48879 for a pod whose init container failed: it is above 128 too
+        if policy == "ExitCode":  # the code is 48879, above 128 too, if the init container failed
             return "new" if code >= 128 else "fails"
         return {"OnFailure": "counted", "Never": "fails"}[policy]
     if owner["kind"] in ("JobSet", "TrainingRuntime"):
@@ -196,7 +195,7 @@ def verdict(owner: Object, code: int, *, disrupted: bool = False) -> str:
     if code == 0:
         return "done"
     pod = owner["spec"]["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"  # or no rule would see the code
+    assert pod["restartPolicy"] == "Never"  # otherwise no rule would see the code
     for rule in owner["spec"]["podFailurePolicy"]["rules"]:
         on, condition = rule.get("onExitCodes"), {"type": "DisruptionTarget", "status": "True"}
         assert on is None or (on["containerName"], on["operator"]) == (pod["containers"][0]["name"], "In")

@@ -18,23 +18,22 @@ Object = dict[str, Any]
 JOB = ["--name", "job", "--dataset", "digits", "--model", "mlp", "--batch-size", "96",
        "--tensorboard=false"]
 SHORT = [*JOB, "--max-steps", "30"]
-# With slow steps long enough to be hit in the middle, whatever else the machine does: it is asked to save often
+# Enough slow steps to be hit in the middle on any machine. The run saves often
 LONG = [*JOB, "--max-steps", "1000", "--epochs", "300", "--save-every-steps", "20", "--log-every-steps", "5",
         "--evaluate-every-epochs", "20"]
 SLOW = ["--workload", "slow_steps:build"]
 
 
 def _size(quantity: str) -> str:
-    """An amount of memory in the engine's words."""
+    """Return an amount of memory as the container engine writes it."""
     return quantity.replace("Gi", "g").replace("Mi", "m")
 
 
 class Cluster:
-    """The pods of one manifest on a network of their own.
+    """The pods of one manifest, on a network of their own.
 
-    A claim is a folder, an emptyDir a tmpfs, a ConfigMap or a Secret a read-only folder of its files. The engine stands
-    for the kubelet, and the test does what an operator decides.
-    """
+    A claim is a folder, an emptyDir a tmpfs, a ConfigMap or a Secret a read-only folder of its files. The container
+    engine acts as the kubelet, and the test decides as an operator would."""
 
     def __init__(self, folder: Path, what: str, settings: Sequence[str]) -> None:
         self.name = f"rankup-k8s-{secrets.token_hex(4)}"
@@ -58,7 +57,7 @@ class Cluster:
         return f"{self.name}-{index}"
 
     def start(self, *indices: int) -> None:
-        """These pods, or all, as the kubelet starts them."""
+        """Start these pods (default: all) as the kubelet does."""
         for index in indices or range(len(self.pods)):
             docker("run", "--detach", "--name", self.container(index), *self._words(self.pods[index]))
 
@@ -92,7 +91,7 @@ class Cluster:
         return ["--tmpfs", f"{path}:mode=1777,size={_size(volume['emptyDir']['sizeLimit'])}"]
 
     def _secret(self, mode: int) -> Path:
-        """As a kubelet writes it for a pod with an fsGroup: root's, and its group is the pod's."""
+        """Write the secret as a kubelet does for a pod with an fsGroup: root owns it, and its group is the pod's."""
         file = self.runs.with_name("secret") / "secret"
         if not file.exists():
             file.parent.mkdir()
@@ -118,7 +117,7 @@ class Cluster:
         return "\n".join(self.log(index) for index in range(len(self.pods)))
 
     def codes(self, *indices: int) -> list[int]:
-        """Wait until these pods, or all, have ended; their exit codes."""
+        """Wait until these pods (default: all) have ended, and return their exit codes."""
         which = indices or tuple(range(len(self.pods)))
         over = ("exited", "dead")
         wait_for(
@@ -128,12 +127,13 @@ class Cluster:
         return [self.state(index)["ExitCode"] for index in which]
 
     def replace(self, index: int) -> None:
-        """A new pod for one that has ended."""
+        """Start a new pod in place of one that has ended."""
         docker("rm", self.container(index))
         self.start(index)
 
     def retry(self, codes: Mapping[int, int]) -> int:
-        """New pods as the manifest's own rules say; how many of them the job counts. `codes`: by ended pod."""
+        """Start new pods as the manifest's rules say. Return how many the job counts. `codes`: the code of each ended
+        pod."""
         verdicts = {index: verdict(self.owner, code) for index, code in codes.items()}
         assert set(verdicts.values()) <= {"done", "new", "counted"}, f"{codes}: {verdicts}\n{self.logs()}"
         for index, decided in verdicts.items():
@@ -152,17 +152,17 @@ class Cluster:
         return sorted(path.name for path in (self.runs / "job" / "checkpoints").glob("step-*"))
 
     def hit(self, index: int, number: int, *, ranks: int = 2) -> None:
-        """A signal for a pod's first process, from outside, as soon as so many ranks train together and have a
-        checkpoint. After a `docker kill` the engine would restart nothing, as after a user's request."""
+        """Send a signal to a pod's first process from outside, once `ranks` ranks train together and have a checkpoint.
+        After `docker kill` the engine would not restart the container, as after a user's request."""
         self.processes(index, ranks=ranks)[0].send_signal(number)
 
     def hit_rank(self, index: int, number: int) -> None:
-        """The same for the rank in a pod, which its supervisor has forked."""
+        """Send a signal to the rank in a pod, at the same time."""
         (rank,) = [process for process in self.processes(index) if rank_of(process) == index]
         rank.send_signal(number)
 
     def processes(self, index: int, *, ranks: int = 2) -> list[psutil.Process]:
-        """All processes of a pod, its first one first, as soon as so many ranks train and have a checkpoint."""
+        """Return all processes of a pod, the first one first, once `ranks` ranks train and have a checkpoint."""
         ready = f"r0/{ranks}] ready"
         wait_for(f"{ready}, a checkpoint", lambda: ready in self.log(0) and self.saved(), timeout_s=300, log=self.logs)
         pid = self.state(index)["Pid"]
@@ -171,22 +171,22 @@ class Cluster:
         return [first, *first.children(recursive=True)]
 
     def scale(self, num_pods: int) -> None:
-        """So many pods of a PyTorchJob, for `start`, by the command in k8s/ends.md."""
+        """Set the number of pods of a PyTorchJob for the next `start`, as the command in k8s/ends.md does."""
         self.owner["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = num_pods
         self.pods = pods_of([self.owner])
 
     def stop(self, *indices: int) -> None:
-        """SIGTERM to the first process of each, as the kubelet does."""
+        """Send SIGTERM to the first process of each pod, as the kubelet does."""
         for index in indices:
             docker("kill", "--signal", "TERM", self.container(index))
 
     def changes(self) -> list[int]:
-        """How many ranks trained, from the first to the last change of nodes."""
+        """Return how many ranks trained after each change of nodes."""
         path = self.runs / "job" / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line)["job/ranks"] for line in lines if '"job/ranks"' in line]
 
     def read(self, name: str) -> Object:
-        """result.json or status.json of the run."""
+        """Return result.json or status.json of the run."""
         found: Object = json.loads((self.runs / "job" / name).read_text())
         return found

@@ -6,7 +6,7 @@ from tests.rigs.jobs import ROOT
 
 
 def workload(page: str) -> str:
-    """The only listing of that page that is a workload."""
+    """Return the only listing of that page that is a workload."""
     listings = re.findall(r"(?ms)^```python\n(.*?)^```", (ROOT / page).read_text())
     (found,) = [each for each in listings if "def build(" in each]
     return str(found)

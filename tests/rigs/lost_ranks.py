@@ -1,4 +1,4 @@
-"""Jobs that lose ranks at exact places, and what has to be true of each in the end: nothing, but for the time."""
+"""Jobs that lose ranks at exact places, and what must still hold at their end: nothing may differ except the time."""
 
 import json
 import os
@@ -23,7 +23,7 @@ OWN = ("--workload=tests.rigs.recording_workload:build", "--limit-train=384")
 FAKE = ("--dataset=fake", "--fake-samples=384")
 JOB_TIMEOUT_S = 600.0
 
-# What is trained, by name
+# Settings of the trainings, by name
 PROFILES: dict[str, tuple[str, ...]] = {
     "wide": (*OWN, "--options.model=wide", "--num-workers=0"),
     "workers": (*FAKE, "--model=cnn", "--dropout=0.2", "--augment", "--num-workers=1"),
@@ -37,8 +37,8 @@ PROFILES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One job and what it suffers. `agents`: how many start its ranks: one, or as in containers one for each rank; 0:
-    nobody does, each is started and started again by hand."""
+    """One job and its faults. `agents`: the number of agents that start its ranks: one, or one per rank as in
+    containers. With 0 the test starts and restarts each rank itself."""
 
     profile: str
     world_size: int
@@ -52,7 +52,7 @@ class Case:
 
 @dataclass
 class Soak:
-    """Runs cases in one folder, and knows what undisturbed jobs end with."""
+    """Runs cases in one folder, and knows the results of undisturbed jobs."""
 
     folder: Path
     forks: Forks
@@ -60,7 +60,7 @@ class Soak:
     count: int = 0
 
     def run(self, case: Case) -> tuple[list[str], str]:
-        """The job of that case to its end, or to its time limit: all that is wrong with it, and its output."""
+        """Run the case's job to its end or its time limit. Return all problems, and the output."""
         expected = self.undisturbed(case.profile, case.world_size)
         self.count += 1
         folder = self.folder / f"case-{self.count}"
@@ -87,7 +87,7 @@ class Soak:
         return problems, output
 
     def undisturbed(self, profile: str, world_size: int) -> Mapping[str, Any]:
-        """Digest and metrics of the run that nothing happens to."""
+        """Return the digest and the metrics of a run without faults."""
         if (profile, world_size) not in self.known:
             folder = self.folder / f"undisturbed-{profile}-{world_size}"
             line = ("launch", f"--nproc={world_size}", MAIN, f"--run-dir={folder}", *self.settings(profile))
@@ -101,7 +101,7 @@ class Soak:
 
 
 class _Job:
-    """The processes of a job. Those that end without success are started again, as users, containers and pods are."""
+    """The processes of a job. Those that fail are started again, as users, containers and pods do."""
 
     def __init__(self, folder: Path, forks: Forks, settings: Sequence[str], case: Case) -> None:
         folder.mkdir(parents=True)
@@ -114,10 +114,10 @@ class _Job:
             if case.agents:
                 nproc = case.world_size // case.agents
                 line = ["launch", f"--nproc={nproc}", "--max-restarts=20", str(MAIN), *own]
-            own_place = {"LOCAL_RANK": "0"} if case.agents else {}  # in a container of its own
+            own_place = {"LOCAL_RANK": "0"} if case.agents else {}  # an agent in a container of its own
             env = rank_env(node, case.agents or case.world_size, port, **own_place) if case.agents != 1 else {}
             self.starts.append((line, common | env))
-        # An agent that was killed or asked to stop has nobody else to start it again, nor has a rank without an agent
+        # The test restarts an agent that was killed or asked to stop, and a rank without an agent: nothing else would
         self.by_hand = not case.agents
         self.left = 100 if self.by_hand else sum(
             fault.whom != "self" or fault.how == "SIGTERM" for group in case.faults for fault in group
@@ -129,7 +129,7 @@ class _Job:
         return "".join(process.output for process in self.started)
 
     def to_its_end(self) -> list[str]:
-        """Run it. Returns what is wrong, nothing if all ended with 0."""
+        """Run the job. Return its problems, or an empty list if all processes ended with 0."""
         until_s = time.monotonic() + JOB_TIMEOUT_S
         running = dict(enumerate(map(self._start, self.starts)))
         try:
@@ -159,11 +159,11 @@ class _Job:
         return self.started[-1]
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of the job that are alive."""
+        """Return all live processes of the job."""
         return working_in(self.folder)
 
 
-# What has to be true in the end: from the run's folder, and from what the faults wrote down ---------------------------
+# What must hold at the end, read from the run's folder and from the records of the faults -----------------------------
 
 
 def of_run(run_dir: Path) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def of_run(run_dir: Path) -> dict[str, Any]:
 
 
 def _tensorboard(folder: Path) -> dict[str, list[int]]:
-    """The steps of each curve, as TensorBoard shows it, but for curves whose steps depend on the clock."""
+    """Return the steps of each curve in TensorBoard, except for curves whose steps depend on the clock."""
     if not folder.exists():
         return {}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -197,12 +197,11 @@ def differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:
 
 
 def done_again(struck: Sequence[Strike], updates: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The optimizer steps that were done again though a process had finished them and lived on.
+    """Return the optimizer steps that were repeated although a process that had finished them was not killed.
 
-    A killed process takes the step along that it had finished as the first.
-    """
+    A killed process takes with it a step that only it had finished."""
     killed = {pid for strike in struck for pid in strike.pids}
-    done: dict[tuple[int, int], Mapping[str, Any]] = {}  # by rank and step
+    done: dict[tuple[int, int], Mapping[str, Any]] = {}  # the newest, by rank and step
     repeated = []
     for update in updates:
         rank, step = update["rank"], update["step"]
@@ -214,7 +213,7 @@ def done_again(struck: Sequence[Strike], updates: Sequence[Mapping[str, Any]]) -
 
 
 def left_in_memory(folder: Path) -> list[str]:
-    """What the job has left in /dev/shm: rescues of its run, and what its processes shared with their workers."""
+    """Return what the job left in /dev/shm: rescued copies of its run, and memory shared with its workers."""
     try:
         run = json.loads((folder / "run" / "run.json").read_text())["run"]
     except (OSError, KeyError, ValueError):

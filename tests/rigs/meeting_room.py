@@ -1,4 +1,4 @@
-"""A leader in one process, members that say what a test has them say, and a clock that only the test moves."""
+"""A leader in this process, members that send what a test tells them to send, and a clock that only the test moves."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from rankup.agent.network import LONGEST, Link
 from rankup.agent.protocol import Member
 from rankup.env.node_env import Limits
 
-BOUND_S = 60.0  # of each test, on a machine with ten times as much to do
+BOUND_S = 60.0  # of each test, for a machine that is ten times as busy
 HELLO = {"n": 0}
 Claim = Callable[[str, int], Awaitable[bool]]
 
@@ -33,7 +33,7 @@ def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """For what the leader does without a word to anybody."""
+    """Wait for something that the leader does without a message."""
     while not condition():
         await asyncio.sleep(0.001)
 
@@ -44,7 +44,7 @@ def member(rank: int, *, of: int = 3, num_ranks: int = 1, token: str = "", **mor
 
 
 class Puppet:
-    """A member that says what the test has it say."""
+    """A member that sends what the test tells it to send."""
 
     def __init__(self, link: Link, me: Member) -> None:
         self.link, self.me = link, me
@@ -53,14 +53,14 @@ class Puppet:
         self.link.send(kind, **values)
 
     async def hears(self, kind: str) -> dict[str, Any]:
-        """The next message, which must be of this kind."""
+        """Return the next message, which must be of this kind."""
         while (message := await self.link.receive())["is"] == "alive":
             pass
         assert message["is"] == kind, message
         return message
 
     async def is_cut(self) -> None:
-        """Its connection ends, and nothing is said before."""
+        """Wait until the connection ends. No other message may come before."""
         with pytest.raises(ConnectionError):
             await self.hears("the end")
 
@@ -73,13 +73,13 @@ async def all_hear(kind: str, puppets: Iterable[Puppet]) -> list[dict[str, Any]]
 
 
 async def get_ready(puppets: Iterable[Puppet]) -> None:
-    """For the proposal that comes next."""
+    """Answer the next proposal."""
     for puppet in puppets:
         puppet.send("ready", n=(await puppet.hears("propose"))["n"], problem="")
 
 
 class Room:
-    """A leader of three ranks that anybody can connect to, and a clock that only the test moves."""
+    """A leader of three ranks, with a port that anybody can connect to, and a clock that only the test moves."""
 
     def __init__(self, me: Member, limits: Limits | None, claim: Claim | None) -> None:
         self.now_s, self.said, self.raised = 1000.0, list[str](), list[Exception]()
@@ -109,32 +109,32 @@ class Room:
         return link
 
     async def enter(self, me: Member, **more: Any) -> Puppet:
-        """A puppet that has introduced itself."""
+        """Return a puppet that has introduced itself."""
         link = await self.connect()
         assert (await link.receive())["is"] == "leader"
         link.send("hello", **{**asdict(me), **HELLO, **more})
         return Puppet(link, me)
 
     async def three(self) -> list[Puppet]:
-        """Three that are here."""
+        """Return three puppets that have introduced themselves."""
         puppets = [await self.enter(member(rank)) for rank in (2, 0, 1)]
         return sorted(puppets, key=lambda puppet: puppet.me.first_rank)
 
     async def agree(self, puppets: list[Puppet]) -> dict[str, Any]:
-        """They get ready for the proposal that comes next, and hear the commit."""
+        """Answer the next proposal, and return the commit."""
         await get_ready(puppets)
         said = await all_hear("commit", puppets)
         assert said[1:] == said[:-1]
         return said[0]
 
     async def job(self) -> list[Puppet]:
-        """Three in a membership."""
+        """Return three puppets in a membership."""
         puppets = await self.three()
         await self.agree(puppets)
         return puppets
 
     async def nothing_is_said_to(self, *puppets: Puppet) -> None:
-        for puppet in puppets:  # the leader has read all that they said, as each connection keeps its order
+        for puppet in puppets:  # connections keep their order, so the leader has then read all that the puppets sent
             puppet.send("mark")
             while (await self.heard.get())[1]["is"] != "mark":
                 pass
@@ -142,7 +142,7 @@ class Room:
         await all_hear("mark", puppets)
 
     async def pass_time(self, seconds: float, *alive: Puppet) -> None:
-        """In steps, as a process that runs looks at its clock. Those `alive` send a heartbeat in each."""
+        """Move the clock in steps, as a running process sees it. Puppets in `alive` send a heartbeat in each step."""
         while seconds > 0:
             for puppet in alive:
                 puppet.send("mark")

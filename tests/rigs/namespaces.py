@@ -1,9 +1,7 @@
-"""Machines made of namespaces: each its own network, host name and /etc/hosts, joined by a cable. Linux, root,
-iproute2.
+"""Machines made of namespaces, joined by a cable. Each has its own network, host name and /etc/hosts. Needs Linux, root
+and iproute2.
 
-A node lives as long as its first process, and all that is in it ends with `close`: nothing of the machine itself
-changes.
-"""
+A node lives as long as its first process. Everything in it ends with `close`; the machine itself does not change."""
 
 import ctypes
 import os
@@ -16,12 +14,12 @@ from functools import cache
 from pathlib import Path
 
 NEEDED = {"ip": "iproute2", "iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux"}
-NODE = "TEST_NODE_PID"  # the node that a forked process has to enter
+NODE = "TEST_NODE_PID"  # the pid of the node that a forked process must enter
 
 
 @cache
 def missing() -> str:
-    """Why no nodes can be made here, and the command that helps; "" where they can."""
+    """Return why no nodes can be made here, and the command that helps, or "" if they can."""
     lacking = {package for tool, package in NEEDED.items() if shutil.which(tool) is None}
     if lacking:
         return f"nodes of namespaces need {', '.join(sorted(lacking))}: apt-get install -y {' '.join(sorted(lacking))}"
@@ -35,21 +33,21 @@ def missing() -> str:
 
 
 def need() -> None:
-    """Skip where no nodes can be made; in CI that is a failure."""
-    import pytest  # not at the top: ranks import this file too
+    """Skip the test if no nodes can be made; in CI fail it."""
+    import pytest  # not at the top, because ranks import this file too
 
     if reason := missing():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
 
 
 class Node:
-    """One machine. `eth0` is the cable to the other; `aux0` is up and leads nowhere."""
+    """One machine. `eth0` is the cable to the others; `aux0` is up and leads nowhere."""
 
     def __init__(self, name: str, folder: Path, *, ip: str, aux_ip: str) -> None:
         self.name, self.ip = name, ip
         self._ready = False
         self.hosts_file = folder / f"hosts-{name}"
-        # Debian's own line for a machine's name, which makes gloo publish an address that no other node can reach
+        # Debian writes this line for a machine's name. With it gloo publishes an address that no other node can reach
         self.hosts_file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         self.folder, self.lookup_file = folder, folder / f"nsswitch-{name}"
         self.lookup_file.write_text("hosts: files\n")
@@ -64,7 +62,7 @@ class Node:
 
     @property
     def pid(self) -> int:
-        """The id of its first process, once the node is ready."""
+        """The id of the node's first process, once the node is ready."""
         assert self._first.stdout is not None
         assert self._ready or self._first.stdout.readline() == "ready\n", f"no node {self.name}"
         self._ready = True
@@ -75,7 +73,7 @@ class Node:
         return {NODE: str(self.pid)}
 
     def run(self, *commands: str) -> str:
-        """Shell commands on the node, with their output."""
+        """Run shell commands on the node, and return their output."""
         script = "\n".join(commands)
         done = subprocess.run([*self.prefix, "sh", "-ec", script], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{self.name}: {commands}: {done.stderr}"
@@ -87,19 +85,19 @@ class Node:
         return ["nsenter", "-t", str(self.pid), "-n", "-u", "-m"]
 
     def know(self, name: str, ip: str) -> None:
-        """Add a line to /etc/hosts, in place: the file is mounted."""
+        """Add a line to /etc/hosts in place, because the file is mounted."""
         with self.hosts_file.open("a") as file:
             file.write(f"{ip} {name}\n")
 
     def mount(self, text: str, path: str) -> None:
-        """Mount a file over the machine's."""
+        """Mount a file with this text over the machine's file."""
         file = self.folder / f"{self.name}-{Path(path).name}"
         file.write_text(text)
         self.run(f"mount --bind {file} {path}")
 
     def listener(self, port: int) -> socket.socket:
-        """A socket of this process that listens on the node's 127.0.0.1."""
-        def make() -> socket.socket:  # a socket belongs to the network in which its thread was
+        """Return a socket of this process that listens on the node's 127.0.0.1."""
+        def make() -> socket.socket:  # a socket belongs to the network namespace of its thread
             _enter_namespace(self.pid, "net")
             return socket.create_server(("127.0.0.1", port))
 
@@ -114,8 +112,8 @@ class Node:
 
 
 class Net:
-    """Machines on one switch, node0 at 192.168.77.1 and so on. (On 10.x gloo's fault stays hidden: the lower address
-    calls, the higher listens.)"""
+    """Machines on one switch: node0 is 192.168.77.1 and so on. (10.x would hide gloo's fault, because there the lower
+    address calls and the higher one listens.)"""
 
     def __init__(self, folder: Path, count: int) -> None:
         need()
@@ -136,20 +134,20 @@ class Net:
                     node.know(other.name, other.ip)
 
     def cut(self, number: int) -> None:
-        """The switch drops what that node sends and gets."""
+        """Make the switch drop all packets from and to that node."""
         self._switch.run(f"ip link set port{number} down")
 
     def mend(self, number: int) -> None:
         self._switch.run(f"ip link set port{number} up")
 
     def part(self, some: Collection[int], others: Collection[int]) -> None:
-        """No packet passes between these and those."""
+        """Let no packet pass between these groups."""
         for here, there in ((some, others), (others, some)):
             for number in here:
                 self.nodes[number].run(*(f"iptables -A INPUT -s {self.nodes[other].ip} -j DROP" for other in there))
 
     def join(self) -> None:
-        """All nodes reach each other again."""
+        """Let all nodes reach each other again."""
         for node in self.nodes:
             node.run("iptables -F INPUT")
 
@@ -159,7 +157,7 @@ class Net:
 
 
 def enter(environ: Mapping[str, str] = os.environ) -> None:
-    """Move this process, which must have a single thread, to the node that its environment names."""
+    """Move this process to the node that its environment names. The process must have only one thread."""
     folder = os.getcwd()
     for kind in ("net", "uts", "mnt"):
         _enter_namespace(environ[NODE], kind)

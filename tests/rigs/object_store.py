@@ -1,4 +1,4 @@
-"""A real S3 server, and doors before it that make it slow, deaf, full or rude."""
+"""A real S3 server, and doors (proxies) in front of it that make it slow, deaf, full or rude."""
 
 import io
 import socket
@@ -17,13 +17,13 @@ from tests.rigs.jobs import free_port
 
 BUCKET = "bucket"
 ERROR = '<?xml version="1.0"?><Error><Code>{}</Code><Message>as the test wants it</Message></Error>'
-# What a rule may answer instead of the server: the store's own codes
+# Answers that a rule may give in place of the server, with the codes of S3
 CODES = {403: "AccessDenied", 503: "SlowDown", 507: "InsufficientStorage", 500: "InternalError"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request: its method, the object's name without the bucket, the query, and how many bytes its body has."""
+    """One request: its method, the object's name without the bucket, the query, and the number of bytes of its body."""
 
     method: str
     name: str
@@ -33,12 +33,12 @@ class Request:
 
 class Quiet(WSGIRequestHandler):
     def log(self, *_: Any) -> None:
-        """Not to the terminal. A client that was killed is no error here."""
+        """Print nothing to the terminal. A client that was killed is no error here."""
 
 
 class Door:
-    """Passes requests on to the store. `rule` is asked before each, and may sleep, or return what to answer instead.
-    `seen`: what came."""
+    """Passes requests on to the store. `rule` is called before each request. It may sleep, or return an answer to give
+    instead. `seen`: the requests so far."""
 
     def __init__(self, store: Callable[..., Iterable[bytes]], address: str, listener: socket.socket | None) -> None:
         self.store, self.seen = store, list[Request]()
@@ -47,7 +47,7 @@ class Door:
                                   fd=None if listener is None else listener.fileno())
         if listener is not None:  # the server has a copy
             listener.close()
-        self.env = {  # in which s3://bucket is behind this door
+        self.env = {  # in this environment s3://bucket is behind this door
             "AWS_ENDPOINT_URL": f"http://{address}:{self.server.server_address[1]}", "AWS_ACCESS_KEY_ID": "somebody",
             "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
         }
@@ -70,21 +70,21 @@ class Door:
 
 
 class S3:
-    """moto's S3 in this process, with a door that is always open. `door()` makes another."""
+    """moto's S3 in this process, with a door that is always open. `door()` makes another door."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from moto.moto_server.werkzeug_app import create_backend_app
 
-            self.store = create_backend_app("s3")  # moto's server itself looks through its folders at each request
+            self.store = create_backend_app("s3")  # moto's own server searches its folders at each request
             assert Client(self.store).put(f"/{BUCKET}", base_url="http://127.0.0.1").status_code == 200
         self.open = Door(self.store, "127.0.0.1", None)
         self.env, self.close = self.open.env, self.open.close
 
     @contextmanager
     def door(self, address: str = "127.0.0.1", listener: socket.socket | None = None) -> Iterator[Door]:
-        """`address`: of this machine, where the door is. `listener`: of another one, in its place."""
+        """`address`: this machine's address on which the door listens. `listener`: another machine's socket instead."""
         door = Door(self.store, address, listener)
         try:
             yield door
@@ -93,7 +93,7 @@ class S3:
 
 
 def impatient() -> None:
-    """Call it first in a process: it waits seconds for the silence of an owner, not half a minute."""
+    """Call this first in a process that must wait only seconds for a silent owner, not half a minute."""
     from rankup.places.lease import StoreLease
 
     defaults = StoreLease.__init__.__kwdefaults__

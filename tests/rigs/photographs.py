@@ -1,4 +1,4 @@
-"""Made-up photographs: smooth colours, edges and noise, about as large as JPEG files of real ones."""
+"""Random photographs: smooth colours, edges and noise. Their JPEG files are about as large as real ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def photograph(number: int, *, width: int = 500, height: int = 375) -> Image.Image:
-    """An RGB picture, the same for the same number."""
+    """Return an RGB image. The same number gives the same image."""
     random = np.random.default_rng(number)
     picture = np.full((height, width, 3), 128.0)
     for columns, contrast in ((8, 60), (32, 40), (125, 30)):
@@ -22,7 +22,7 @@ def photograph(number: int, *, width: int = 500, height: int = 375) -> Image.Ima
 
 
 def write_photographs(root: Path, count: int, *, width: int, height: int, first: int = 0) -> None:
-    """`count` JPEG files in the two class folders of `root`, every other one of a class upright."""
+    """Write `count` JPEG files to the two class folders of `root`. In each class every other one is upright."""
     for number in range(count):
         folder = root / f"class{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)

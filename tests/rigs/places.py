@@ -1,12 +1,11 @@
-"""Faults at exact places: a process of a job ends, or stops, in the middle of a forward, of a save, of joining.
+"""Faults at exact places: a process of a job dies or stops in the middle of a forward pass, a save, or a join.
 
-The program knows nothing of it. `order` makes a `sitecustomize.py`, which Python runs as it starts; it puts hooks
-around functions of the program as they are imported. Each is a place with a name, see `PLACES`. The order stands in the
-variable FAULTS: JSON, a folder and a list of groups of faults. A group is armed when all faults of the group before it
-have struck, so that one job can suffer many, one after the other, also a second one while it recovers from the first.
-Each strikes once, whatever process gets there first: it makes a file in the folder. No torch here and nothing else that
-is slow: fork servers import it too.
-"""
+The program does not know of this. `order` writes a `sitecustomize.py`, which Python runs when it starts. It puts hooks
+around functions of the program when they are imported. Each hook is a named place, see `PLACES`. The variable FAULTS
+has the order as JSON: a folder and a list of groups of faults. A group is armed when all faults of the group before it
+have struck, so one job can suffer many faults, also a second one while it recovers from the first. Each fault strikes
+once, in the first process that gets there, which creates a file in the folder. This module must not import torch or
+anything else that is slow, because fork servers import it too."""
 
 import ctypes
 import functools
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 FAULTS = "FAULTS"
-# A fault that shall come together with others waits for them so long: some may have died of the first already
+# Faults of one group wait for each other this long; some ranks may have died of the first fault already
 TOGETHER_S = 5.0
 
 JOINING = ("before joining", "met", "before forming", "formed")
@@ -39,12 +38,10 @@ PLACES = (*JOINING, *PREPARING, *STEPPING, *KEEPING, *RESCUING, *RESCUED, "betwe
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one process, where. `rank` -1: whichever rank gets there first. `step`: not before that step.
+    """A fault of one process at one place. `rank` -1: the first rank that gets there. `step`: not before that step.
 
-    `how`: a signal's name. `whom`: the rank itself, the process that forked it ("server"), the "agent", or the whole
-    "node", all three. `saved`: a save that is under way gets done first. `late_s`: so much later, wherever the process
-    is by then.
-    """
+    `how`: a signal's name. `whom`: "self" (the rank), "server" (the process that forked it), "agent", or "node" (all
+    three). `saved`: a save under way ends first. `late_s`: strike this much later, wherever the process is by then."""
 
     place: str
     rank: int = -1
@@ -62,7 +59,7 @@ Groups = Sequence[Sequence[Fault]]
 
 
 def order(folder: Path, faults: Groups) -> dict[str, str]:
-    """The variables of a job that shall suffer them. `folder` gets what happened."""
+    """Return the variables of a job that shall suffer these faults. `folder` gets the record of what happened."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text("from tests.rigs import places\n\nplaces.install()\n")
     root = str(Path(__file__).resolve().parents[2])
@@ -74,18 +71,18 @@ def order(folder: Path, faults: Groups) -> dict[str, str]:
 class Strike:
     fault: Fault
     rank: int
-    pids: list[int]  # of the ranks that it took along
+    pids: list[int]  # of the ranks that died with it
     time: float
 
 
 def strikes(folder: Path) -> list[Strike]:
-    """What has struck so far."""
+    """Return the faults that have struck so far."""
     found = [json.loads(path.read_text() or "null") for path in sorted(folder.glob("*.struck"))]
     return [Strike(Fault(**entry.pop("fault")), **entry) for entry in found if entry]
 
 
 def updates(folder: Path) -> list[dict[str, Any]]:
-    """The optimizer steps that all processes have finished: {"rank", "pid", "step", "time"}, by time."""
+    """Return all finished optimizer steps of all processes, {"rank", "pid", "step", "time"}, by time."""
     lines = [line for path in folder.glob("updates-*.jsonl") for line in path.read_text().splitlines()]
     return sorted((json.loads(line) for line in lines), key=lambda entry: float(entry["time"]))
 
@@ -94,9 +91,9 @@ def updates(folder: Path) -> list[dict[str, Any]]:
 
 
 class Now:
-    """Where this process is."""
+    """The place of this process in the training."""
 
-    step = 0  # the optimizer step that is being done, from 1; 0 before the first
+    step = 0  # the optimizer step in progress, from 1; 0 before the first
     inside_step = False
 
 
@@ -107,7 +104,7 @@ def _order() -> tuple[Path, list[list[Fault]]]:
 
 
 def due(place: str) -> Path | None:
-    """The file that says that the fault due here has struck, or None where none is due."""
+    """Return the file to create when the fault that is due here strikes, or None if none is due."""
     folder, groups = _order()
     for number, group in enumerate(groups):
         files = [folder / f"{number:02d}-{index}.struck" for index in range(len(group))]
@@ -122,7 +119,7 @@ def due(place: str) -> Path | None:
 
 
 def at(place: str) -> None:
-    """This process has come to a place: suffer what is due here."""
+    """Note that this process has come to a place, and suffer the fault that is due here."""
     file = due(place)
     if file is None:
         return
@@ -153,7 +150,7 @@ def at(place: str) -> None:
 
 
 def note_update() -> None:
-    """This process has finished an optimizer step."""
+    """Note that this process has finished an optimizer step."""
     entry = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "step": Now.step, "time": time.time()}
     with (_order()[0] / f"updates-{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps(entry) + "\n")
@@ -168,15 +165,16 @@ def _strike(fault: Fault) -> None:
         "node": [agent, server, os.getpid()],
     }[fault.whom]
     if fault.how == "SIGSEGV" and fault.whom == "self":
-        ctypes.string_at(0)  # a real one, in C
+        ctypes.string_at(0)  # a real segmentation fault, in C
     for pid in victims:
         os.kill(pid, number)
-    # The end of a parent takes this process along; a request to stop comes back from it while this place lasts
+    # The end of a parent kills this process too. The agent passes a request to stop back to this rank, which waits here
+    # for it
     time.sleep(2.0 if number == signal.SIGTERM else 600.0)
 
 
 def _siblings() -> list[int]:
-    """The ranks of this node, this one included: they end with what has started them."""
+    """Return the ranks of this node with this one: they end when the process that started them ends."""
     parent = os.getppid()
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
@@ -189,7 +187,7 @@ def _parent(pid: int) -> int:
 
 
 def install() -> None:
-    """Called by `sitecustomize`, before the program's first line."""
+    """Install the hooks. `sitecustomize` calls this before the program's first line."""
     sys.meta_path.insert(0, _Finder())
     rename = Path.rename
 
@@ -206,7 +204,7 @@ def install() -> None:
 
 
 def install_in_fork() -> None:
-    """The preload of a process of tests/rigs/fork_server.py: what it has imported of the program it imports anew."""
+    """Preload a process of tests/rigs/fork_server.py: import the program's modules again, with hooks."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("rankup", "train")]:
         del sys.modules[name]
     install()
@@ -222,7 +220,7 @@ def _kind(path: Path) -> str:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Puts the hooks in as soon as a module was run, before anybody takes a function out of it."""
+    """Installs the hooks right after a module has run, before anything imports a function from it."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in HOOKS and name not in WRAPPED:
@@ -306,30 +304,30 @@ def _hook_loop(loop: Any) -> None:
 
 
 def _inside_step(t: Any) -> list[Any]:
-    """Hooks inside the model, only for the step in which they strike: they would slow the others down."""
+    """Return hooks inside the model, only for the step in which they strike: they would slow down all others."""
     trained = [parameter for parameter in t.plain.parameters() if parameter.requires_grad]
     seen: list[int] = []
 
     def last_backward(gradient: Any) -> None:
         seen.append(1)
-        if len(seen) == t.config.accumulate:  # the others exchange nothing
+        if len(seen) == t.config.accumulate:  # only the last backward pass of an accumulated step exchanges gradients
             at("between buckets")
 
     hooks = []
     if due("forward"):
         leaves = [module for module in t.plain.modules() if not list(module.children())]
-        # Compiled, the model's parts are not called one by one
+        # A compiled model does not call its parts one by one
         module = t.model if t.config.compile else leaves[len(leaves) // 2]
         hooks.append(module.register_forward_hook(lambda *_: at("forward")))
     if due("backward"):
-        hooks.append(trained[-1].register_hook(lambda _: at("backward")))  # its gradient comes first
+        hooks.append(trained[-1].register_hook(lambda _: at("backward")))  # its gradient is computed first
     if due("between buckets"):
         hooks.append(trained[0].register_hook(last_backward))  # and this one last
     return hooks
 
 
 def _hook_optimizers() -> None:
-    """Strike before, in and after an optimizer's step, and write down each that a process has finished."""
+    """Strike before, in and after an optimizer's step, and record each finished step."""
     from torch.optim import adam, adamw, sgd
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -344,12 +342,12 @@ def _hook_optimizers() -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
-    # Called once for each group of parameters: after the first, half of the weights are new
+    # Called once per parameter group: after the first call, half of the weights are new
     for module, name in ((sgd, "sgd"), (adam, "adam"), (adamw, "adamw")):
         _wrap(module, name, after="in the optimizer")
 
 
-# What runs before and after a function, by module
+# The places before and after a function, by module
 WRAPPED: Mapping[str, Sequence[tuple[str, str, str]]] = {
     "rankup.group.joining": [("meet", "before joining", "met"),
                              ("dist.init_process_group", "before forming", "formed")],

@@ -1,7 +1,6 @@
-"""A workload that writes down what each rank of it did: `--options.record DIR`.
+"""A workload that records what each of its ranks did: `--options.record DIR`.
 
-`options.model` chooses what is odd about the model. Each rank appends one line for each call to DIR/rank-N.jsonl.
-"""
+`options.model` chooses a special feature of the model. Each rank appends a line for each call to DIR/rank-N.jsonl."""
 
 import json
 import os
@@ -22,7 +21,7 @@ from train.workloads import Sums, Workload
 
 
 class Masked(nn.Module):
-    """Dropout that remembers which of a row of ones it kept."""
+    """Dropout that remembers which entries of a row of ones it kept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class Masked(nn.Module):
 
 
 class Unused(nn.Module):
-    """Has a layer that forward never calls, as a head for another task."""
+    """Has a layer that forward never calls, such as a head for another task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ MODELS = {
     "dropout": lambda: nn.Sequential(nn.Linear(8, 16), Masked(), nn.Linear(16, 4)),
     "norm": lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)),
     "unused": Unused,
-    # More than a megabyte of gradients: DDP sends them in two buckets. With all that draws numbers or keeps buffers
+    # It has random numbers and buffers, and so many gradients (over a megabyte) that DDP sends two buckets
     "wide": lambda: nn.Sequential(
         nn.Linear(8, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.2), nn.Linear(512, 600), nn.ReLU(),
         nn.Linear(600, 4),
@@ -72,7 +71,7 @@ def build(config: Config) -> Workload:
     model = MODELS[options.get("model", "plain")]()
     recorder = Recorder(Path(options["record"]) if "record" in options else None, options)
     if options.get("frozen_norm"):
-        model[1].eval()  # as users do: the statistics of a pretrained batch norm stay what they are
+        model[1].eval()  # as users do to keep the statistics of a pretrained batch norm
     return Workload(model=model, train=samples(config.limit_train or 256, 1),
                     evaluation=samples(config.limit_eval or 101, 2), loss=recorder.loss, evaluate=recorder.evaluate,
                     data_name="recorded")
@@ -102,7 +101,7 @@ class Recorder:
         return loss
 
     def _count_exchanges(self) -> None:
-        """Count the calls of whatever hook is given to DDP: the program's own, or the one above."""
+        """Count the calls of any hook that DDP gets: the program's own, or the one above."""
         register = DistributedDataParallel.register_comm_hook
 
         def register_counted(model: DistributedDataParallel, state: Any, hook: Any) -> None:
@@ -130,7 +129,7 @@ class Recorder:
 
 
 def records(folder: Path, kind: str) -> list[list[dict[str, Any]]]:
-    """What each rank wrote of that kind, by rank."""
+    """Return the records of that kind, by rank."""
     files = [folder / f"rank-{rank}.jsonl" for rank in range(len(list(folder.iterdir())))]
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     return [[entry for entry in entries if entry["kind"] == kind] for entries in lines]

@@ -1,4 +1,4 @@
-"""The report that load_config gives on settings which it refuses."""
+"""The report of load_config on settings that it refuses."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from train.config import load_config
 
 
 def mistakes(settings=None, *, file=None, earlier=()):
-    """The lines of the report that these settings cause."""
+    """Return the lines of the report on these settings."""
     with pytest.raises(UserError) as caught:
         load_config(settings or {}, file=file, mistakes=earlier)
     assert caught.value.code == 2

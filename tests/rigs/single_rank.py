@@ -11,18 +11,18 @@ from tests.rigs.fork_server import Forks, Job, Process
 from tests.rigs.jobs import rank_env
 from train import group
 
-# Our ranks end seconds after their time to join; torch's own bounds begin at 300 s, and one side of gloo
-# waits for five times its timeout
+# Our ranks end seconds after their time to join. torch's own bounds begin at 300 s, and one side of gloo waits for five
+# times its timeout
 BOUND_S = 200
-# What torch prints when a store or a connection ends before its users do
+# Lines that torch prints if a store or a connection ends before its users do
 NOISE = re.compile(r"recvValue|Broken pipe|destroy_process_group|Connection reset|Traceback|Warning|\[W\d|\[E\d")
-# The smallest job there is: a single step, an evaluation, a checkpoint
+# The smallest possible job: one step, one evaluation, one checkpoint
 TINY = ("--dataset", "fake", "--fake-samples", "24", "--batch-size", "24", "--model", "mlp", "--tensorboard", "false",
         "--max-steps", "1")
 
 
 class Rank(Job):
-    """A rank. Its log belongs to its output: another rank of its host may print an error for it."""
+    """A rank. Its output includes its log, because another rank of its host may print an error for it."""
 
     def __init__(self, process: Process, log: Path) -> None:
         super().__init__([process])
@@ -34,7 +34,7 @@ class Rank(Job):
 
 
 def all_said(ranks: list[Rank], code: int) -> list[str]:
-    """What each of them said; all ended with `code`."""
+    """Return the output of each rank. All must have ended with `code`."""
     codes = [rank.wait(BOUND_S) for rank in ranks]
     said = [rank.output for rank in ranks]
     assert codes == [[code]] * len(codes), "\n".join(said)
@@ -43,7 +43,7 @@ def all_said(ranks: list[Rank], code: int) -> list[str]:
 
 
 class Starter:
-    """Starts ranks one by one; `runs` is where their run directories go."""
+    """Starts ranks one by one. `runs` is the folder for their run directories."""
 
     def __init__(self, forks: Forks, runs: Path) -> None:
         self.forks, self.runs = forks, runs
@@ -52,14 +52,14 @@ class Starter:
     def __call__(
         self, rank: int, world_size: int, port: int, name: str, *arguments: str, join_s: float = 60, **env: str
     ) -> Rank:
-        """`train` with the five variables set, `env` over them."""
+        """Start `train` with the five variables set. `env` overrides them."""
         line = ("train", *TINY, "--join-timeout-s", str(join_s), *arguments)
         return self.command(line, name, rank=rank, env={**rank_env(rank, world_size, port), **env})
 
     def command(
         self, line: tuple[str, ...], name: str, *, rank: int = 0, env: dict[str, str], preload: str = ""
     ) -> Rank:
-        """`preload`: by default a way to the machine made of namespaces that the environment names, if any."""
+        """`preload`: by default the rank enters the machine made of namespaces that the environment names, if any."""
         preload = preload or ("tests.rigs.namespaces:enter" if "TEST_NODE_PID" in env else "")
         job = self.forks.start(*line, "--run-dir", str(self.runs), "--name", name, env=env, preload=preload)
         self.started.extend(job.processes)
@@ -67,7 +67,7 @@ class Starter:
 
 
 def pull_code() -> None:
-    """Call it first in a process: the program's files on rank 1's disk are no longer those that it has imported."""
+    """Call this first in a process: the program's files on rank 1's disk then differ from the imported ones."""
     if os.environ["RANK"] == "1":
         group.__file__ = os.environ["PULLED"]
         rankup.__path__.append(str(Path(group.__file__).parent))

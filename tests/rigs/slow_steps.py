@@ -1,5 +1,5 @@
-"""The images' workload in steps that take 50 ms longer, and no CPU for that: a few of them last as long as a kill or a
-stop from outside takes. The weights are the same."""
+"""The image workload with steps that take 50 ms longer without using the CPU, so that a few steps last until a kill or
+a stop from outside takes effect. The weights are the same."""
 
 import time
 from dataclasses import replace

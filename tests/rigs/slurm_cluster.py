@@ -1,4 +1,4 @@
-"""A real Slurm for tests: slurm/local.sh's nodes of namespaces, jobs on them, and what they leave running."""
+"""A real Slurm for tests: slurm/local.sh's nodes made of namespaces, the jobs on them, and what they leave running."""
 
 import contextlib
 import fcntl
@@ -26,7 +26,7 @@ INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2 u
 
 
 def why_not() -> str:
-    """Why there can be no Slurm here and the command that changes it, or an empty string."""
+    """Return why there can be no Slurm here and the command that changes this, or "" if there can."""
     tools = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setsid")
     if lacking := [tool for tool in tools if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]:
         return f"no {', '.join(lacking)} here: {INSTALL}"
@@ -41,8 +41,7 @@ def why_not() -> str:
 class Cluster:
     """Nodes and jobs with names, addresses and numbers that no other Slurm of this machine has.
 
-    They take the first number that no other tests hold now. `up` removes what killed tests left under that number.
-    """
+    The cluster takes the first number that no other tests hold now. `up` removes what killed tests left under it."""
 
     def __init__(self, num_nodes: int = 2) -> None:
         self.num_nodes = num_nodes
@@ -66,7 +65,8 @@ class Cluster:
         self.numbers = itertools.count()
 
     def run(self, *words: str | Path, check: bool = True, cwd: Path = ROOT, **env: str) -> str:
-        """Run a command with this Slurm, and return all it printed. Through a file: daemons would keep a pipe open."""
+        """Run a command with this Slurm, and return its output through a file, because daemons would keep a pipe
+        open."""
         output = self.folder.with_name(f"{self.folder.name}-{next(self.numbers)}.txt")
         with output.open("wb") as file:
             done = subprocess.run(
@@ -87,12 +87,12 @@ class Cluster:
             self.local("down")
 
     def submit(self, folder: Path, arguments: str, *options: str, file: Path = DDP, **env: str) -> "SlurmJob":
-        """sbatch OPTIONS ddp.sbatch ARGUMENTS, from `folder`."""
+        """Run sbatch OPTIONS ddp.sbatch ARGUMENTS in `folder`."""
         words = ["sbatch", "--parsable", *options, file, *arguments.split()]
         return SlurmJob(self, self.run(*words, cwd=folder, **env).strip(), folder)
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of jobs on any node, agents included: those with a job's id in their environment."""
+        """Return all processes of jobs on any node, agents included. Their environment has a job's id."""
         found = []
         for process in psutil.process_iter():
             env = environ_of(process.pid)
@@ -101,7 +101,7 @@ class Cluster:
         return found
 
     def idle(self) -> None:
-        """Wait until all nodes are up and have nothing to do, and nothing of any job runs."""
+        """Wait until all nodes are up and idle, and no process of any job runs."""
         wait_for("idle nodes", lambda: self.num_idle() == self.num_nodes, log=self.report)
         wait_for("end of all processes", lambda: not self.processes(), log=lambda: str(self.processes()))
 
@@ -122,7 +122,7 @@ class SlurmJob:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def show(self) -> dict[str, str]:
-        """What scontrol shows of the job."""
+        """Return scontrol's information on the job."""
         text = self.cluster.run("scontrol", "show", "job", self.number)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
@@ -131,7 +131,7 @@ class SlurmJob:
         return f"{self.cluster.report()}{shown}\n{self.output}"
 
     def wait(self, *, timeout_s: float = 600) -> str:
-        """Wait until the job is over for good, and return its state. A requeued job does not sit out Slurm's pause."""
+        """Wait until the job is over for good, and return its state. End Slurm's pause after each requeue."""
 
         def over() -> str:
             state = self.show()["JobState"]
@@ -143,7 +143,7 @@ class SlurmJob:
         return state
 
     def go_on(self) -> None:
-        """After a requeue: wait until the job runs again."""
+        """Wait until the job runs again after a requeue."""
 
         def running() -> bool:
             self.start_now()
@@ -155,17 +155,16 @@ class SlurmJob:
         """End Slurm's pause after a requeue, once the last start is gone from every node.
 
         Slurm's clock counts whole seconds: a start in the second of the requeue finds its credential revoked, or gets
-        no step on a node that came back.
-        """
+        no step on a node that came back."""
         shown = self.show()
         requeued = time.mktime(time.strptime(shown["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
         if shown["JobState"] != "PENDING" or time.time() - requeued < 4:
-            return  # before the requeue the time is that of the first start
+            return  # before the requeue, the time is that of the first start
         if not self.cluster.processes() and not self.daemons():
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
 
     def daemons(self) -> list[psutil.Process]:
-        """Slurm's own, one for each step on each node."""
+        """Return Slurm's own processes of this job: one per step and node."""
         name = f"slurmstepd: [{self.number.split('_')[0]}."
         return [
             process for process in psutil.process_iter(["cmdline"]) if name in " ".join(process.info["cmdline"] or ())
@@ -180,7 +179,7 @@ class SlurmJob:
     # Its ranks and its run -----------------------------------------------------------------------------------------
 
     def processes(self, node: str = "") -> list[psutil.Process]:
-        """The processes of this job's steps, on one node or on all."""
+        """Return the processes of this job's steps, on one node or on all."""
         found = []
         for process in self.cluster.processes():
             env = environ_of(process.pid)
@@ -189,15 +188,15 @@ class SlurmJob:
         return found
 
     def ranks(self, node: str = "") -> list[psutil.Process]:
-        """The processes that train, on one node or on all, in the order of their ranks."""
+        """Return the processes that train, on one node or on all, in the order of their ranks."""
         found = [(rank, process) for process in self.processes(node) if (rank := rank_of(process)) is not None]
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
     def agents(self, node: str) -> list[psutil.Process]:
-        """Those of the ranks of a node."""
+        """Return the agents of a node."""
         found = []
         for process in self.processes(node):
-            with contextlib.suppress(psutil.Error):  # it ends just now
+            with contextlib.suppress(psutil.Error):  # the process has just ended
                 if "launch" in process.cmdline() and "python" in process.name():
                     found.append(process)
         return found
@@ -217,11 +216,12 @@ class SlurmJob:
         def seen() -> str:
             if self.step(run) >= step:
                 return "reached"
-            # Not at each look: asking takes much longer than reading, and a step would be seen late
+            # Ask Slurm only at every 20th call: asking takes much longer than reading, and the step would be noticed
+            # late
             over = next(looks) % 20 == 0 and self.show()["JobState"] in OVER
             return "reached" if self.step(run) >= step else "over" if over else ""
 
-        # A look may find a line half written; the next finds it whole
+        # A read may find a line half written; the next one finds it whole
         assert wait_for(f"step {step}", seen, timeout_s=600, log=self.log) == "reached", self.log()
 
     def wait_for_text(self, text: str, count: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Small file systems that only a test sees, in a mount namespace: for root, or where user namespaces are allowed."""
+"""Small file systems that only a test sees, in a mount namespace. They need root, or permitted user namespaces."""
 
 import ctypes
 import os
@@ -12,11 +12,10 @@ UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user",
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[tuple[Path, Callable[[str], None]]]:
-    """A file system of that size, mounted over `folder` in the namespace of a process of its own.
+    """Mount a file system of that size over `folder`, in the namespace of a separate process.
 
-    Its path from outside, through /proc of that process, and what makes it larger or smaller. Sizes are written as for
-    mount: 3m.
-    """
+    Yields its path from outside, through /proc of that process, and a function that changes its size. Sizes are written
+    as for mount: 3m."""
     folder.mkdir()
     with subprocess.Popen(
         [*UNSHARE, "sh"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -35,12 +34,12 @@ def small_disk(folder: Path, size: str) -> Iterator[tuple[Path, Callable[[str], 
 
 
 def own_tmpfs(where: str, size: str) -> None:
-    """Mount a tmpfs that this process alone sees. The process must have one thread only, as after a fork."""
+    """Mount a tmpfs that only this process sees. The process must have only one thread, as after a fork."""
     _mount("-t", "tmpfs", "-o", f"size={size}", "none", where)
 
 
 def own_folder(where: str, folder: Path) -> None:
-    """Let this process alone see `folder` at the path `where`. Else as `own_tmpfs`."""
+    """Let only this process see `folder` at the path `where`, under the same condition as for `own_tmpfs`."""
     _mount("--bind", str(folder), where)
 
 

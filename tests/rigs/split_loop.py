@@ -1,4 +1,4 @@
-"""A loop of somebody's own with FSDP2. MESH is its mesh: [2], whose loader has a state, or [2, 2] for HSDP."""
+"""A user's own loop with FSDP2. MESH is its mesh: [2], whose loader has a state, or [2, 2] for HSDP."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ import rankup
 
 
 class Stream:
-    """16 batches an epoch, of each rank's own. What the last epoch has left matters: only its state says that."""
+    """16 batches an epoch for each rank. They depend on what the last epoch left, which only the state tells."""
 
     def __init__(self, rank: int) -> None:
         self.walk, self.given = torch.full((8,), float(rank)), 0

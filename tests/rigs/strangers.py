@@ -1,8 +1,7 @@
-"""A port scanner of our own: strangers who talk to every port on which the processes of a job listen, on loopback only.
+"""A port scanner: strangers who talk to every port on which the processes of a job listen, on loopback only.
 
 They connect and say nothing, reset the connection, speak other protocols, send garbage, and begin to speak the
-protocols of torch's store and of gloo.
-"""
+protocols of torch's store and of gloo."""
 
 import contextlib
 import ipaddress
@@ -20,13 +19,13 @@ from typing import Any, Self
 
 import psutil
 
-PAUSE_S = 0.02  # between two looks at the ports
+PAUSE_S = 0.02  # between two searches for ports
 CONNECT_S = 0.5
-MAX_HELD = 40  # connections that stay open: a job has 1,024 descriptors, and its agent is on the same machine
+MAX_HELD = 40  # open connections at most: a job has 1,024 descriptors, and its agent is on the same machine
 
 
 class Evil:
-    """Unpickled, it makes a folder: the proof that what a stranger sent was run."""
+    """Unpickling this object makes a folder, which proves that a stranger's data was executed."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -36,16 +35,16 @@ class Evil:
 
 
 def client_hello() -> bytes:
-    """What a TLS client says first: a record of version 3.1 that holds a hello with one cipher."""
+    """Return the first message of a TLS client: a record of version 3.1 that holds a hello with one cipher."""
     hello = b"\x03\x03" + bytes(range(32)) + b"\x00" + b"\x00\x02\x13\x01" + b"\x01\x00" + b"\x00\x00"
     handshake = b"\x01" + len(hello).to_bytes(3, "big") + hello
     return b"\x16\x03\x01" + len(handshake).to_bytes(2, "big") + handshake
 
 
 def messages(proof: Path, dice: random.Random) -> dict[str, bytes]:
-    """What strangers say, by name."""
+    """Return the strangers' messages, by name."""
     evil = [pickle.dumps(Evil(proof), protocol=protocol) for protocol in (0, 2, 4)]
-    known = struct.pack("<BI", 0, 0x3C85F7CE)  # a store's first question: is this one? With the number that it expects
+    known = struct.pack("<BI", 0, 0x3C85F7CE)  # a client's first question to a store: its magic number
     key = struct.pack("<Q", 6) + b"strange"[:6]
     said = {
         "nothing": b"",
@@ -64,8 +63,8 @@ def messages(proof: Path, dice: random.Random) -> dict[str, bytes]:
     said |= {f"pickle {number}": data for number, data in enumerate(evil)}
     said |= {f"pickle {number}, its length": struct.pack("<Q", len(data)) + data for number, data in enumerate(evil)}
     said |= {f"random {size}": dice.randbytes(size) for size in (8, 64, 5000)}
-    # gloo's connections begin with a number, which for its own ones is small; then come messages: the number of bytes,
-    # the kind, a slot, an offset, a length, an offset there
+    # A gloo connection begins with a number, which is small for gloo's own connections. Messages follow: number of
+    # bytes, kind, slot, offset, length, remote offset
     for number in range(4):
         first = struct.pack("<q", number)
         said[f"gloo: connection {number}"] = first
@@ -78,7 +77,7 @@ def messages(proof: Path, dice: random.Random) -> dict[str, bytes]:
 
 
 def listening(pids: list[int]) -> set[tuple[str, int]]:
-    """The addresses and ports on which these processes and their children listen."""
+    """Return the addresses and ports on which these processes and their children listen."""
     found = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error, OSError):
@@ -92,11 +91,11 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
 
 
 class Strangers:
-    """A thread that scans until the block is left. `heard`: how many connections each port took. `open_to_all`: the
-    addresses on which something listened that other machines reach."""
+    """A thread that scans until the block is left. `heard`: how many connections each port accepted. `open_to_all`: the
+    addresses of listeners that other machines can reach."""
 
     def __init__(self, pids: Callable[[], list[int]], proof: Path, *, seed: int, only: str = "") -> None:
-        """`only`: what the names of their messages begin with."""
+        """`only`: send only messages whose names begin with this."""
         self._dice = random.Random(seed)
         said = messages(proof, self._dice)
         self._said = {name: data for name, data in said.items() if name.startswith(only)}
@@ -126,7 +125,7 @@ class Strangers:
                 if not ipaddress.ip_address(ip).is_loopback:
                     self.open_to_all.add((ip, port))
                 self.log.append((round(time.monotonic() - began_s, 2), port, name))
-                # One in the name of all addresses is reached by the loopback one. Any other is this machine's own, too
+                # A listener on all addresses is reached by loopback. Any other address is this machine's own, too
                 if self._talk("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port, self._said[name]):
                     self.heard[port] += 1
 
@@ -160,8 +159,8 @@ class Strangers:
 
 
 def form_slowly() -> None:
-    """The ranks of SLOW_RANKS come late to torch's group, as from slow nodes. The ports of the others are open, and
-    expect them, meanwhile."""
+    """Delay the ranks of SLOW_RANKS before they join torch's group, as slow nodes would. Meanwhile the ports of the
+    other ranks are open and wait for them."""
     import torch.distributed as dist
 
     real = dist.init_process_group
@@ -175,8 +174,8 @@ def form_slowly() -> None:
 
 
 def unpickle_nothing() -> None:
-    """Whatever is unpickled, by whomever, is an error. What is bound by now still works: the queues of DataLoader's
-    workers, and the reader of a sharded checkpoint's index, which knows the few classes that may be in it."""
+    """Make every unpickling an error. Names bound before still work: the queues of DataLoader's workers, and the reader
+    of a sharded checkpoint's index, which allows only a few classes."""
     import torch
     from torch.distributed import distributed_c10d
 

@@ -1,9 +1,8 @@
-"""`python tests/rigs/struck.py SCRIPT WORDS`: somebody's script, which is struck at the N-th step of an optimizer.
+"""`python tests/rigs/struck.py SCRIPT WORDS` runs a user's script, with a fault at the N-th step of an optimizer.
 
-STRIKE in the environment is JSON: {"rank": -1 for all, "call": N, "delay_s": so much later, "signal": "SIGKILL",
-"in": "fsync" for later, when a file is written, "hold_s": sleep so long in this step and each later one, "marker": file
-that is written just before}. Who finds the marker strikes no more. An unset STRIKE changes nothing.
-"""
+STRIKE in the environment is JSON: {"rank": -1 for all, "call": N, "delay_s": strike this much later, "signal":
+"SIGKILL", "in": "fsync" to strike when a file is next written, "hold_s": sleep in this step and each later one,
+"marker": a file that is written just before}. If the marker exists, nothing happens. Without STRIKE nothing changes."""
 
 import itertools
 import json
@@ -32,7 +31,7 @@ def run(script: str) -> None:
 
 
 def by_fork() -> NoReturn:
-    """The preload of a process of tests/rigs/fork_server.py, which then is `python tests/rigs/struck.py WORDS`."""
+    """Preload of a process of tests/rigs/fork_server.py, which then runs `python tests/rigs/struck.py WORDS`."""
     be_python([__file__, *sys.argv[1:]])
 
 

@@ -1,7 +1,6 @@
-"""SyncBatchNorm on CPUs, for a rank of a test: torch's own, with formulas in place of kernels that only GPUs have.
+"""torch's own SyncBatchNorm on CPUs, for a rank of a test, with formulas instead of kernels that only GPUs have.
 
-What it exchanges with the other ranks, and what it counts, stays torch's.
-"""
+What it exchanges with the other ranks, and what it counts, is unchanged."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,10 +20,10 @@ Tensor = torch.Tensor
 
 
 def convert() -> None:
-    """As --sync-bn does, which is refused on CPUs."""
+    """Convert the model as --sync-bn does, which rankup refuses on CPUs."""
     for kernel in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt):
         setattr(torch, f"batch_norm_{kernel.__name__}", kernel)
-    # Both ask for the device alone
+    # Both check only the device type
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda self, module: None  # type: ignore[method-assign]
     forward = nn.SyncBatchNorm.forward
 

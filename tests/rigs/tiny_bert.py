@@ -1,4 +1,4 @@
-"""A small BERT for tests: a real one of transformers, of random weights, with the vocabulary of the texts that ship."""
+"""A small BERT for tests: a real transformers model with random weights and the vocabulary of the shipped texts."""
 
 import json
 from collections import Counter
@@ -9,15 +9,15 @@ import torch
 
 from train.data.sources.texts import SAMPLE
 
-# Imported by the forking process once, not by each of its jobs
+# Imported once by the forking process, not by each of its jobs
 SLOW = ("transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert", "safetensors.torch")
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
          "max_position_embeddings": 64, "initializer_range": 0.1}
 
 
 def of_transformers(folder: Path) -> Any:
-    """The classifier that transformers itself makes of it. Imported by the one process that needs it, not by each that
-    collects tests."""
+    """Return transformers' own classifier for the folder. Only the process that needs transformers imports it, not
+    every process that collects tests."""
     from transformers import BertForSequenceClassification
 
     return BertForSequenceClassification.from_pretrained(folder, num_labels=5, local_files_only=True)
@@ -29,7 +29,7 @@ def sample_texts(part: str = "train") -> list[str]:
 
 
 def vocabulary() -> list[str]:
-    """Special tokens, the sample's characters, those that go on in a word, and its most frequent words."""
+    """Return special tokens, the sample's characters, their forms inside words, and its most frequent words."""
     texts = [text.lower() for text in sample_texts()]
     words = Counter(word for text in texts for word in text.split() if word.isascii() and word.isalpha() and word[1:])
     characters = sorted({character for text in texts for character in text if not character.isspace()})
@@ -38,7 +38,7 @@ def vocabulary() -> list[str]:
 
 
 def make_bert(folder: Path, **shape: Any) -> Path:
-    """A folder as of a published BERT: config.json, vocab.txt, and weights with the head of the pre-training."""
+    """Write a folder like a published BERT's: config.json, vocab.txt, and weights with the pre-training's head."""
     from transformers import BertConfig, BertForPreTraining
     from transformers.utils import logging
 
@@ -56,7 +56,7 @@ def change_json(path: Path, **values: Any) -> None:
 
 
 def change_weights(folder: Path, change: Any, *, name: str = "model.safetensors") -> None:
-    """Write the weights anew as `change` returns them, under `name`."""
+    """Write what `change` returns for the weights to the file `name`."""
     from safetensors.torch import load_file, save_file
 
     source = folder / "model.safetensors"

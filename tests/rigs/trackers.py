@@ -1,4 +1,4 @@
-"""What trackers have of a run: a real MLflow server, with its data in a folder, and the offline files of W&B."""
+"""What trackers know of a run: a real MLflow server with its data in a folder, and the offline files of W&B."""
 
 import json
 import struct
@@ -13,9 +13,9 @@ from typing import Any
 from tests.rigs.foreign_scripts import WARN
 from tests.rigs.jobs import ended, start, wait_for
 
-# The form of W&B's files is that of LevelDB's log: its Python package can write them only
-BLOCK = 32 * 1024  # bytes; no piece of a record reaches over the end of one
-HEAD = struct.Struct("<IHB")  # of a piece: checksum, length, kind
+# W&B's files have the format of LevelDB's log, which its Python package can only write
+BLOCK = 32 * 1024  # bytes; no piece of a record crosses the end of a block
+HEAD = struct.Struct("<IHB")  # the head of a piece: checksum, length, kind
 WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
@@ -30,8 +30,8 @@ class Server:
 
     @contextmanager
     def up(self) -> "Iterator[Server]":
-        """The server for the length of the block."""
-        # `mlflow server` starts this command too, with these variables; that takes two more imports of MLflow
+        """Run the server during the block."""
+        # `mlflow server` starts this command too, with these variables, but imports MLflow two more times
         command = [
             sys.executable, "-m", "uvicorn", "mlflow.server.fastapi_app:app", "--host", "127.0.0.1",
             "--port", str(self.port), "--workers", "1", "--log-level", "error",
@@ -44,7 +44,7 @@ class Server:
             yield self
 
     def ask(self, path: str, **question: Any) -> dict[str, Any]:
-        """What the REST API answers, by POST where there is a question."""
+        """Return the answer of the REST API. Use POST if there is a question."""
         request = urllib.request.Request(
             f"{self.url}/api/2.0/mlflow/{path}", data=json.dumps(question).encode() if question else None,
             headers={"Content-Type": "application/json"},
@@ -53,14 +53,14 @@ class Server:
             return json.load(answer)  # type: ignore[no-any-return]
 
     def runs(self, name: str) -> list[dict[str, Any]]:
-        """All runs of that name."""
+        """Return all runs of that name."""
         experiments = self.ask("experiments/search", max_results=100).get("experiments", [])
         ids = [each["experiment_id"] for each in experiments]
         found = self.ask("runs/search", experiment_ids=ids, max_results=100).get("runs", [])
         return [run for run in found if run["info"]["run_name"] == name]
 
     def only_run(self, name: str, status: str) -> dict[str, Any]:
-        """The one run of that name, once it has that status: a sender may outlive its rank."""
+        """Wait until the only run of that name has that status, and return it: a sender may outlive its rank."""
         found: list[dict[str, Any]] = []
 
         def ended() -> bool:
@@ -71,7 +71,7 @@ class Server:
         return found[0]
 
     def curve(self, run: dict[str, Any], name: str) -> list[tuple[int, float]]:
-        """Step and value of each point, by step."""
+        """Return step and value of each point, by step."""
         answer = self.ask(f"metrics/get-history?run_id={run['info']['run_id']}&metric_key={name}")
         return sorted((int(each.get("step", 0)), float(each["value"])) for each in answer["metrics"])
 
@@ -85,12 +85,12 @@ class Server:
 
 @dataclass
 class Rows:
-    """All that the files of one run hold, in the order of the attempts."""
+    """The content of one run's files, in the order of the attempts."""
 
     ids: set[str] = field(default_factory=set)
     history: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
-    codes: list[int] = field(default_factory=list)  # with which the attempts ended
+    codes: list[int] = field(default_factory=list)  # the exit codes of the attempts
 
 
 def rows_of(run: Path) -> Rows:
@@ -115,7 +115,7 @@ def values_of(items: Any) -> dict[str, Any]:
 
 
 def records_in(file: bytes) -> Iterator[bytes]:
-    """The records; one that was cut by a kill ends the file, which begins with a head of its own."""
+    """Yield the records of a file, after the file's own head. A record that a kill has cut ends the file."""
     pieces = b""
     for place in range(0, len(file), BLOCK):
         block = file[max(HEAD.size, place) : place + BLOCK]

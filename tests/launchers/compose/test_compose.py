@@ -1,4 +1,4 @@
-"""One job on real containers: what two nodes do, what they leave, and that they compute what the host computes."""
+"""One job in real containers: the nodes' rights and files, and that they get the same weights as the host."""
 
 import json
 import re
@@ -17,9 +17,9 @@ from tests.rigs.jobs import ROOT
 from tests.rigs.listings import workload
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
-# Everything that could tell two runs apart: dropout, augmentation, and batches prepared by workers
+# A job with everything that could make two runs differ: dropout, augmentation, and batches prepared by workers
 JOB = "--dataset digits --model mlp --dropout 0.2 --augment --num-workers 1 --max-steps 60 --name job"
-# Nothing but steps: 10,000 to an epoch
+# A job of nothing but steps, 10,000 in each epoch
 LONG = "--dataset fake --fake-samples 20000 --batch-size 2 --model mlp --epochs 100 --log-every-steps 1 --name long"
 USER = {"RANKUP_UID": "54321", "RANKUP_GID": "54322"}
 
@@ -32,7 +32,7 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """Three nodes that have trained to the end. Two: test_compose_kills.py."""
+    """Three nodes that have trained to the end. test_compose_kills.py has two nodes."""
     line = {"ARGS": f"{JOB} --batch-size 66", "NNODES": "3", "COMPOSE_PROFILES": "3"}
     with project(tmp_path_factory.mktemp("trained"), **line, **USER) as made:
         made.add("compose.nodes.yaml")
@@ -41,11 +41,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         yield made
 
 
-def test_nodes_train_as_one_group_to_the_weights_of_the_host(trained: Project, forks: Forks, tmp_path: Path) -> None:
+def test_three_nodes_train_to_the_weights_of_the_host(trained: Project, forks: Forks, tmp_path: Path) -> None:
     outcome = trained.result("job")
     assert outcome["hosts"] == ["node0", "node1", "node2"]
     assert outcome["digest"] == digest_by_forks(forks, tmp_path, f"{JOB} --batch-size 66", nproc=3)
-    # All of it belongs to the user that compose was given, although the engine made runs/ as root
+    # All files belong to the user given to compose, although the engine created runs/ as root
     written = [path.stat() for path in (trained.runs, *trained.runs.rglob("*"))]
     assert {(about.st_uid, about.st_gid) for about in written} == {(54321, 54322)}
     said = trained.logs()
@@ -53,10 +53,10 @@ def test_nodes_train_as_one_group_to_the_weights_of_the_host(trained: Project, f
     assert "Warning" not in said
 
 
-def test_a_node_runs_own_code_shows_its_progress_and_may_do_nothing_that_training_does_not_need(
+def test_node_runs_own_code_with_no_more_rights_than_training_needs(
     nodes: Project, tmp_path: Path
 ) -> None:
-    """The code and the data are mounted, without a build."""
+    """The code and the data are mounted, so no image is built."""
     for name in ("code", "data"):
         (tmp_path / name).mkdir()
     (tmp_path / "code" / "throws.py").write_text(workload("train/workloads/README.md"))
@@ -91,7 +91,7 @@ def test_a_node_runs_own_code_shows_its_progress_and_may_do_nothing_that_trainin
     assert "1024" in said  # MB of shared memory
 
 
-def test_a_dockerfile_of_three_lines_builds_on_the_image(tmp_path: Path, image: str) -> None:
+def test_dockerfile_of_three_lines_builds_on_the_image(tmp_path: Path, image: str) -> None:
     context = tmp_path / "mine"
     context.mkdir()
     (context / "throws.py").write_text(workload("train/workloads/README.md"))
@@ -107,7 +107,7 @@ def test_a_dockerfile_of_three_lines_builds_on_the_image(tmp_path: Path, image: 
         docker("rmi", "-f", name)
 
 
-def test_the_board_shows_a_run_on_loopback_alone(trained: Project) -> None:
+def test_board_shows_a_run_only_on_loopback(trained: Project) -> None:
     trained.add("compose.board.yaml")
     trained.up("board", BOARD_PORT="0")
     port = trained.compose("port", "board", "6006", BOARD_PORT="0").strip()
@@ -123,16 +123,16 @@ def test_the_board_shows_a_run_on_loopback_alone(trained: Project) -> None:
     wait_for("the run on the board", shown, log=trained.logs)
 
 
-def test_compile_works_in_the_image_that_has_one(nodes: Project, tmp_path: Path) -> None:
+def test_compile_works_in_the_image_with_a_compiler(nodes: Project, tmp_path: Path) -> None:
     env = clean_environment({"TARGET": "compile"})
     done = subprocess.run(
         [ROOT / "docker" / "image.sh"], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    # One node: its ranks compile the same. Without programs that are compiled only to see what the CPU can do, without
-    # processes that compile side by side and import torch first, and without torch's headers compiled for later
-    # programs, which takes three times as long as all that this job compiles
+    # One node is enough, because all nodes compile the same code. These settings save time: no programs that only test
+    # the CPU, no parallel compile processes, each of which imports torch, and no precompiled headers of torch, which
+    # take three times as long as everything that this job compiles
     settings = {"VEC_ISA_OK": 1, "COMPILE_THREADS": 1, "CPP_CACHE_PRECOMPILE_HEADERS": 0}
     (tmp_path / "settings.env").write_text("".join(f"TORCHINDUCTOR_{name}={on}\n" for name, on in settings.items()))
     alone = {"TARGET": "compile", "NNODES": "1", "ENV_FILE": str(tmp_path / "settings.env")}
@@ -140,14 +140,14 @@ def test_compile_works_in_the_image_that_has_one(nodes: Project, tmp_path: Path)
     assert nodes.codes("node0", timeout_s=900) == [0], nodes.logs()
 
 
-def test_the_image_says_which_version_it_is(image: str) -> None:
+def test_image_has_labels_of_its_version_and_revision(image: str) -> None:
     labels = json.loads(docker("image", "inspect", "-f", "{{json .Config.Labels}}", image))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert labels["org.opencontainers.image.version"] == project["version"]
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", labels["org.opencontainers.image.revision"])
 
 
-def test_the_image_runs_by_itself_as_anybody(image: str) -> None:
+def test_image_runs_alone_as_any_user(image: str) -> None:
     words = ["run", "--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"]
     train = ["train", "--dataset", "fashion-mnist", "--max-steps", "2", "--run-dir", "/tmp/runs"]
     said = docker(*words, "--user", "77777:0", image, *train)

@@ -1,4 +1,4 @@
-"""The doctor as the script of two containers."""
+"""`rankup doctor` in two containers."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1200)]
 
 
 def doctor(folder: Path, limits: str) -> tuple[list[int], str, dict[str, Any]]:
-    """Exit codes, the log without line breaks and prefixes, and the report."""
+    """Run the doctor. Return the exit codes, the log without line breaks and prefixes, and the report."""
     with project(folder, RESTART="no", SCRIPT="train/main.py doctor", ARGS="--name job") as made:
         made.override(f"services: {{node1: {{{limits}}}}}")
         made.up()
@@ -21,7 +21,7 @@ def doctor(folder: Path, limits: str) -> tuple[list[int], str, dict[str, Any]]:
     return codes, said, json.loads((made.runs / "job" / "doctor" / "report.json").read_text())
 
 
-def test_compose_doctor_names_the_container_that_has_too_little(tmp_path: Path) -> None:
+def test_compose_doctor_names_the_container_with_too_few_resources(tmp_path: Path) -> None:
     codes, said, report = doctor(tmp_path, "mem_limit: 700m, memswap_limit: 700m, shm_size: 16mb, cpus: 0.4")
     assert codes == [10, 10], said
     for warning in (

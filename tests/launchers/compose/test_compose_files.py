@@ -1,4 +1,4 @@
-"""Container files as text: linters find nothing, and they have none of the known traps. Most tests need no engine."""
+"""The container files pass linters and avoid the known traps. Most of these tests need no container engine."""
 
 import json
 import os
@@ -20,19 +20,19 @@ SCRIPTS = sorted([*DOCKER.glob("*.sh"), *DOCKER.glob("host/*.sh")])
 DOCKERFILES = sorted(DOCKER.glob("*Dockerfile"))
 MORE = sorted(path.name for path in DOCKER.glob("compose.*.yaml"))
 LAUNCH_FILES = [ROOT / "compose.yaml", *DOCKERFILES, *(DOCKER / name for name in MORE), *SCRIPTS]
-# Without the .env of whoever runs this
+# Ignore the .env of the user who runs this test
 COMPOSE = ["compose", "--env-file", os.devnull, "-f", str(ROOT / "compose.yaml")]
 
 engine = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 def config(*files: str, **env: str) -> dict:
-    """What compose makes of compose.yaml and these files of docker/, with every service, whatever its profile."""
+    """Return what compose makes of compose.yaml and these files of docker/, with the services of all profiles."""
     more = [word for name in files for word in ("-f", str(DOCKER / name))]
     return json.loads(docker(*COMPOSE, *more, "--profile", "*", "config", "--format", "json", **env))
 
 
-def test_scripts_pass_shellcheck_and_can_be_run() -> None:
+def test_scripts_pass_shellcheck_and_are_executable() -> None:
     sourced = ("settings.sh", "locked.sh")
     assert [path for path in SCRIPTS if path.name not in sourced and not os.access(path, os.X_OK)] == []
     k8s, slurm = [*ROOT.glob("k8s/*.sh")], [*ROOT.glob("slurm/*.s*")]
@@ -53,7 +53,7 @@ def test_dockerfiles_pass_hadolint() -> None:
 
 
 @pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.name)
-def test_a_launch_file_says_what_it_is_how_to_run_it_and_what_to_edit(path: Path) -> None:
+def test_launch_file_says_what_it_is_how_to_run_it_and_what_to_edit(path: Path) -> None:
     lines = [line for line in path.read_text().splitlines() if not line.startswith(("#!", "# shellcheck"))]
     assert len(lines[0]) > 20
     assert lines[0].startswith("# ")
@@ -73,19 +73,19 @@ def test_compose_accepts_the_files(more: list[str]) -> None:
 
 
 @engine
-def test_nodes_get_gpus_of_their_own_from_the_gpu_file_and_the_board_no_capability() -> None:
+def test_gpu_file_gives_each_node_its_gpu_and_the_board_no_capability() -> None:
     assert "nvidia" not in json.dumps(config())
     services = config("compose.gpu.yaml", "compose.board.yaml")["services"]
     devices = [services[f"node{n}"]["deploy"]["resources"]["reservations"]["devices"] for n in range(2)]
     assert [device[0]["device_ids"] for device in devices] == [["0"], ["1"]]
     assert services["node0"]["ulimits"]["memlock"] == -1
     assert services["node0"]["cap_add"]
-    # Nor does it run prepare, which begins another start: a node that is lost later would repeat --fresh
+    # The board must not run `prepare`, which begins a new start: a node lost later would then repeat --fresh
     assert not services["board"].keys() & {"cap_add", "depends_on"}
 
 
-def test_script_has_nearly_all_the_time_that_its_launcher_gives() -> None:
-    """What is left is for its agent, which says how it ended."""
+def test_stop_grace_leaves_the_agent_ten_seconds_of_the_launchers_time() -> None:
+    """The agent needs these seconds to report how the script ended."""
     files = ["compose.yaml", "k8s/job.yaml", "k8s/jobset.yaml", "k8s/trainjob.yaml", "k8s/pytorchjob.yaml",
              "slurm/ddp.sbatch", "slurm/simple.sbatch"]
     given = r"(?:stop_grace_period: |terminationGracePeriodSeconds: |--signal=\S+@|--shutdown-timeout )(\d+)"
@@ -95,7 +95,7 @@ def test_script_has_nearly_all_the_time_that_its_launcher_gives() -> None:
 
 
 @engine
-def test_the_profile_of_a_number_starts_as_many_nodes() -> None:
+def test_compose_profile_starts_the_number_of_nodes_in_its_name() -> None:
     services = config("compose.nodes.yaml")["services"]
     for number in range(2, 9):
         named = {name for name, about in services.items() if str(number) in about.get("profiles", [str(number)])}
@@ -103,7 +103,7 @@ def test_the_profile_of_a_number_starts_as_many_nodes() -> None:
 
 
 @engine
-def test_settings_reach_the_nodes() -> None:
+def test_compose_settings_reach_the_nodes() -> None:
     settings = {"NNODES": "4", "NPROC": "2", "ARGS": "--epochs 5 --model resnet18 --name 'a b'"}
     node = config("compose.nodes.yaml", **settings)["services"]["node3"]
     assert node["environment"]["WORLD_SIZE"] == "4"
@@ -116,8 +116,8 @@ def test_settings_reach_the_nodes() -> None:
 
 def test_compose_has_none_of_the_known_traps() -> None:
     text = (ROOT / "compose.yaml").read_text()
-    assert not re.search(r"^version:", text, re.MULTILINE)  # obsolete, and warned about
-    assert "service_healthy" not in text  # hangs when what it waits for has ended
+    assert not re.search(r"^version:", text, re.MULTILINE)  # obsolete, and compose warns about it
+    assert "service_healthy" not in text  # hangs if the other service has ended
     assert not any(":latest" in path.read_text() for path in LAUNCH_FILES)
     assert re.search(r"(?m)^ARG BASE_IMAGE=\S+@sha256:[0-9a-f]{64}$", (DOCKER / "Dockerfile").read_text())
     assert '"ports"' not in json.dumps(yaml.safe_load(text))
@@ -125,18 +125,18 @@ def test_compose_has_none_of_the_known_traps() -> None:
     assert all(port.startswith("127.0.0.1:") for port in board["ports"])
 
 
-def test_master_port_lies_outside_the_ports_for_outgoing_connections() -> None:
+def test_master_port_is_no_port_for_outgoing_connections() -> None:
     port = yaml.safe_load((ROOT / "compose.yaml").read_text())["x-environment"]["MASTER_PORT"]
     assert 1024 < port < 32768
 
 
-def test_no_secret_is_named_outside_a_mount() -> None:
+def test_dockerfiles_name_secrets_only_in_mounts() -> None:
     assert "type=secret" in (DOCKER / "Dockerfile").read_text()
     for path in DOCKERFILES:
         assert not re.search(r"^(ARG|ENV).*(TOKEN|PASSWORD|SECRET|PIP_CERT|INDEX_URL)", path.read_text(), re.MULTILINE)
 
 
-def test_the_context_holds_the_program_and_nothing_of_the_users() -> None:
+def test_build_context_has_the_program_and_no_file_of_the_user() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     allowed = [line[1:] for line in lines if line.startswith("!")]
@@ -145,7 +145,7 @@ def test_the_context_holds_the_program_and_nothing_of_the_users() -> None:
     assert not {"runs", ".git", ".env", ".venv", "tests"} & set(allowed)
 
 
-def test_setup_tells_somebody_who_may_not_install_what_to_run() -> None:
+def test_setup_tells_a_user_without_root_what_is_needed() -> None:
     who = [str(shutil.which("setpriv")), "--reuid=65534", "--clear-groups"] if os.geteuid() == 0 else []
     with tempfile.TemporaryDirectory() as folder:  # a PATH without docker
         Path(folder).chmod(0o755)
@@ -160,14 +160,14 @@ def test_setup_tells_somebody_who_may_not_install_what_to_run() -> None:
 
 
 @engine
-def test_setup_finds_what_is_there_and_changes_nothing() -> None:
+def test_setup_finds_an_installed_engine_and_changes_nothing() -> None:
     done = subprocess.run([DOCKER / "host" / "setup.sh"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"setup: engine \S+, Compose \S+, buildx \S+\n", done.stdout)
 
 
 @pytest.mark.parametrize("index", ["", "https://example.com/cpu"])
-def test_locked_files_are_installed_with_hashes_and_torch_of_another_index_without(tmp_path: Path, index: str) -> None:
+def test_locked_packages_have_hashes_except_torch_of_another_index(tmp_path: Path, index: str) -> None:
     (tmp_path / "show").write_text('#!/bin/sh\necho "$@"\nfor list; do :; done\ncat "$list"\n')
     (tmp_path / "show").chmod(0o755)
     done = subprocess.run(
@@ -185,8 +185,8 @@ def test_locked_files_are_installed_with_hashes_and_torch_of_another_index_witho
 
 
 @engine
-def test_nodes_get_the_variables_of_a_file_and_the_secret_as_a_file(tmp_path: Path) -> None:
-    """By default no variable of this shell."""
+def test_nodes_get_variables_from_env_file_and_the_secret_as_a_file(tmp_path: Path) -> None:
+    """By default they get no variable of the user's shell."""
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
     for name, given in (("", ""), ("docker/s3.env", str(secret))):

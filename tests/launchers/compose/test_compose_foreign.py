@@ -1,6 +1,6 @@
-"""Somebody's script, unchanged and mounted, on two containers by SCRIPT: the weights that torchrun's variables lead to.
+"""SCRIPT starts another project's unchanged script in two containers, with the same weights as under torchrun.
 
-Slurm runs the others on two nodes, tests/commands/test_foreign.py on one.
+Slurm runs the other scripts on two nodes, and tests/commands/test_foreign.py runs them on one.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Project]:
     with project(tmp_path, CODE=str(FOLDER), RANKUP_UID="54321", RANKUP_GID="54321") as made:
-        # As on the host: the number of threads changes the last bits of sums
+        # The number of threads changes the last bits of sums, so use as many as on the host
         one = "environment: {OMP_NUM_THREADS: 1}"
         made.override(f"services: {{node0: {{{one}}}, node1: {{{one}}}}}")
         yield made
 
 
-def test_compose_runs_two_ranks_of_a_script_on_each_node(
+def test_compose_runs_two_ranks_of_an_unchanged_script_on_each_node(
     nodes: Project, once: Once, forks: Forks, tmp_path: Path
 ) -> None:
     nodes.up(SCRIPT="/code/ddp_local_rank.py", NPROC="2")

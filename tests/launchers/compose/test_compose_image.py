@@ -1,4 +1,4 @@
-"""What the image holds: all that training may load, and as little else as can be."""
+"""The image contains everything that training may load, and little else."""
 
 import json
 import re
@@ -15,8 +15,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def inside(image: str, function: str, user: str = "54321:54321") -> dict[str, Any]:
-    """What a function of tests/rigs/inside_image.py finds in a container without a network, on a read-only file system.
-    """
+    """Run a function of tests/rigs/inside_image.py in a read-only container without a network. Return its report."""
     mount = f"{ROOT / 'tests' / 'rigs' / 'inside_image.py'}:/inside.py:ro"
     options = ["--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--user", user]
     said = docker("run", *options, "-v", mount, "--entrypoint", "python", image, "/inside.py", function)
@@ -26,20 +25,20 @@ def inside(image: str, function: str, user: str = "54321:54321") -> dict[str, An
 
 @pytest.fixture(scope="module")
 def imported(image: str) -> dict[str, Any]:
-    """What the libraries say of themselves. Skips where somebody built an image without CUDA."""
+    """The versions that the libraries in the image report. Skip if the image was built without CUDA."""
     report = inside(image, "imports")
     if report["cuda"] is None:
         pytest.skip("the image's torch has no CUDA")
     return report
 
 
-def test_the_image_holds_nothing_that_training_does_not_need(image: str, imported: dict[str, Any]) -> None:
+def test_image_contains_nothing_that_training_does_not_need(image: str, imported: dict[str, Any]) -> None:
     report = inside(image, "contents", user="0:0")
     assert report["beyond_wheels_mb"] < 400
     assert report["stray"] == []
 
 
-def test_the_list_of_an_images_packages_has_debians_and_the_locked_ones(image: str) -> None:
+def test_sbom_of_an_image_lists_debian_and_locked_packages(image: str) -> None:
     made = subprocess.run([sys.executable, ROOT / "docker/host/sbom.py", image], stdout=subprocess.PIPE, check=True)
     listed = {each["purl"] for each in json.loads(made.stdout)["components"]}
     everywhere = {each["purl"] for each in json.loads((ROOT / "docker/sbom.json").read_text())["components"]}
@@ -49,14 +48,14 @@ def test_the_list_of_an_images_packages_has_debians_and_the_locked_ones(image: s
     assert any(re.match(r"pkg:deb/\w+/libc6@", purl) for purl in listed)
 
 
-def test_each_package_finds_the_packages_that_it_needs(image: str) -> None:
-    # The image has no pip, but its Python has the wheels to make one
+def test_image_has_the_requirements_of_each_package(image: str) -> None:
+    # The image has no pip, but its Python can install one from its own wheels
     check = "python -m venv /tmp/pip && /tmp/pip/bin/python -m pip --python /opt/venv/bin/python check"
     options = ["--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp"]
     assert "No broken requirements found" in docker("run", *options, "--entrypoint", "sh", image, "-c", check)
 
 
-def test_the_libraries_load(imported: dict[str, Any]) -> None:
+def test_libraries_in_the_image_load(imported: dict[str, Any]) -> None:
     assert imported["cuda_available"] is False
     assert imported["nccl"] >= [2]
     assert imported["cudnn"] > 90000
@@ -65,9 +64,9 @@ def test_the_libraries_load(imported: dict[str, Any]) -> None:
     assert imported["board"] == 1
 
 
-def test_the_page_names_the_size_of_the_image(image: str, imported: dict[str, Any]) -> None:
+def test_page_names_the_size_of_the_image(image: str, imported: dict[str, Any]) -> None:
     page = (ROOT / "docker" / "README.md").read_text()
     named = re.findall(r"^\| together \| ([\d.]+) GB \|$", page, re.MULTILINE)
     measured = int(docker("image", "inspect", "-f", "{{.Size}}", image)) / 1e9
-    # Bases differ by some MB
+    # Base images differ by some MB
     assert [float(size) for size in named] == [pytest.approx(measured, rel=0.01)]

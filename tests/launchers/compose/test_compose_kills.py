@@ -1,4 +1,4 @@
-"""Containers that are killed, stopped and cut off: all join anew, and the weights are those of an undisturbed run."""
+"""Containers are killed, stopped and cut off. All rejoin, and the weights are those of an undisturbed run."""
 
 import json
 import os
@@ -37,16 +37,16 @@ def undisturbed(once: Once, forks: Forks, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
+def test_killed_rank_or_container_comes_back_and_changes_no_weight(
     number: int, nodes: Project, undisturbed: str
 ) -> None:
-    """Four kills a round: a rank of each node and each node, in any order and at any step."""
+    """A round has four kills, in random order and at random steps: a rank of each node, and each node."""
     chance = random.Random(number)
     kills = [(kind, node) for kind in ("rank", "container") for node in ("node1", "node0")]
     chance.shuffle(kills)
     nodes.up()
     for part, (kind, node) in enumerate(kills):
-        step = chance.randrange(part * 70 + 5, part * 70 + 65)  # a third is left: a kill may come late
+        step = chance.randrange(part * 70 + 5, part * 70 + 65)  # a third of the steps is left, as a kill may be late
         nodes.wait_for_step("job", max(1, step - 50))
         (nodes.kill_rank if kind == "rank" else nodes.kill_container)(node, step=step)
     assert nodes.codes() == [0, 0], nodes.logs()
@@ -54,19 +54,19 @@ def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
     said = nodes.logs()
     # The first kill may come before the first checkpoint
     assert said.count("resumed from step") >= len(kills) - 1, said
-    # A rank that is lost, by a kill or because its peer was killed, starts again inside its container
+    # A rank that was killed, or that lost its killed peer, restarts inside its container
     assert [nodes.inspect(node)["RestartCount"] for node in ("node0", "node1")] == [1, 1], said
 
 
-def test_stop_leaves_a_checkpoint_and_up_goes_on_to_the_same_weights(nodes: Project, undisturbed: str) -> None:
-    """The files belong to who owned runs/, as after `make demo` of a user whose number is not that of the image."""
+def test_stop_leaves_a_checkpoint_and_up_resumes_to_the_same_weights(nodes: Project, undisturbed: str) -> None:
+    """The files belong to the owner of runs/, whose uid may differ from the image's, for example after `make demo`."""
     (nodes.runs / "job").mkdir(parents=True)
     for folder in (nodes.runs, nodes.runs / "job"):
         folder.chmod(0o755)
         os.chown(folder, 4242, 4343)
     nodes.up()
     nodes.wait_for_step("job", 100)
-    nodes.stop()  # init is root there, and the rank is not
+    nodes.stop()  # in the container init is root, and the rank is not
     assert nodes.codes() == [143, 143], nodes.logs()
     assert "SIGTERM: saved at step" in nodes.logs()
     nodes.up()
@@ -76,31 +76,31 @@ def test_stop_leaves_a_checkpoint_and_up_goes_on_to_the_same_weights(nodes: Proj
     assert {(path.stat().st_uid, path.stat().st_gid) for path in left} == {(4242, 4343)}
 
 
-def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back(
+def test_node_cut_off_the_network_is_named_and_rejoins(
     nodes: Project, undisturbed: str
 ) -> None:
-    # The time to join stays longer than a start may take: otherwise two nodes that keep restarting may never meet
-    phases = "--step-timeout-s 10 --eval-timeout-s 10 --save-timeout-s 10"  # either node may be cut off in any of them
+    # Keep the long join timeout: if a start took longer, two nodes that keep restarting might never meet
+    phases = "--step-timeout-s 10 --eval-timeout-s 10 --save-timeout-s 10"  # the cut may come in any of these phases
     nodes.up(ARGS=SLOW.replace("--step-timeout-s 60", phases))
     nodes.wait_for_step("job", 70)
     network, container = f"{nodes.name}_default", f"{nodes.name}-node1-1"
     docker("network", "disconnect", network, container)
     wait_for("node1 named", lambda: "rank 1 on node1" in nodes.compose("logs", "node0"), log=nodes.logs)
-    # node1 looks for node0 in vain, and ends by its own deadline
+    # node1 cannot reach node0, and ends at its own deadline
     wait_for("node1's own end", lambda: "rank 0 on node0" in nodes.compose("logs", "node1"), log=nodes.logs)
     docker("network", "connect", "--alias", "node1", network, container)
     assert nodes.codes() == [0, 0], nodes.logs()
     assert nodes.result("job")["digest"] == undisturbed
 
 
-def test_two_of_three_nodes_go_on_without_node_0_and_take_it_back(tmp_path: Path) -> None:
-    """With a secret. The job runs longer than all of it takes, and is stopped then."""
+def test_two_of_three_nodes_continue_without_node_0_and_readmit_it(tmp_path: Path) -> None:
+    """The job has a secret. It trains until the test stops it."""
     job = SLOW.replace(f"--max-steps {STEPS}", "--epochs 1000")
     script = "--nnodes 2:3 --wait-for-node 1 train/main.py train"
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
-    os.chown(secret, 1000, 1000)  # the nodes' user, where root starts them
+    os.chown(secret, 1000, 1000)  # the user of the nodes if root starts them
     where = {"NNODES": "3", "COMPOSE_PROFILES": "3", "RANKUP_SECRET_FILE": str(secret)}
     with project(tmp_path, ARGS=job, SCRIPT=script, **where) as made:
         made.add("compose.nodes.yaml")
@@ -112,7 +112,7 @@ def test_two_of_three_nodes_go_on_without_node_0_and_take_it_back(tmp_path: Path
             return [json.loads(line)["job/ranks"] for line in lines if '"job/ranks"' in line]
 
         made.wait_for_step("job", 50)
-        # The third may have come seconds after the others, which then began without it
+        # Node 2 may come seconds later, and the others then begin without it
         wait_for("three nodes", lambda: changes()[-1] == 3, log=made.logs)
         made.compose("kill", "node0")
         wait_for("a step of two nodes", lambda: changes()[-2:] == [3, 2], log=made.logs)

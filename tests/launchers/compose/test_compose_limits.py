@@ -1,6 +1,6 @@
-"""Faults around containers: a missing node, wrong addresses, too little memory or disk.
+"""Faults around containers, such as a missing node, a wrong address, or too little memory or disk.
 
-Each has its own message and exit code, and costs no checkpoint.
+Each fault has its own message and exit code, and costs no checkpoint.
 """
 
 import os
@@ -23,17 +23,17 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
         yield made
 
 
-def test_a_closed_port_is_said_also_when_node0_has_gone_and_its_name_with_it(nodes: Project) -> None:
+def test_closed_port_is_still_named_after_node0_and_its_name_are_gone(nodes: Project) -> None:
     nodes.override('services: {node1: {environment: {MASTER_PORT: "29499"}}}')
     nodes.up(SCRIPT=SCRIPT.replace("timeout-s 6", "timeout-s 3000"))
     refused, gone = "node0:29499 refuses the connection", 'By now the name "node0" does not resolve here'
     wait_for("the refusal", lambda: f"still waiting: {refused}" in nodes.logs(), log=nodes.logs)
     nodes.kill_container("node0")
     wait_for("node0 gone", lambda: gone in nodes.logs(), log=nodes.logs)
-    assert all(refused in line for line in nodes.logs().splitlines() if gone in line)  # the cause still comes first
+    assert all(refused in line for line in nodes.logs().splitlines() if gone in line)  # the cause comes first
 
 
-def test_runs_of_somebody_else_are_refused_by_name(nodes: Project) -> None:
+def test_runs_folder_of_another_user_is_refused_by_name(nodes: Project) -> None:
     nodes.runs.mkdir()
     nodes.runs.chmod(0o755)
     subprocess.run(["chown", "4242:4242", nodes.runs], check=True)
@@ -44,7 +44,7 @@ def test_runs_of_somebody_else_are_refused_by_name(nodes: Project) -> None:
     assert nodes.runs.stat().st_uid == 4242
 
 
-def test_a_container_out_of_memory_and_a_full_disk_cost_no_checkpoint(nodes: Project) -> None:
+def test_container_out_of_memory_and_full_disk_cost_no_checkpoint(nodes: Project) -> None:
     line = f"{JOB} --no-tensorboard --keep 100 --max-steps"
     nodes.runs.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=0777", "tmpfs", nodes.runs], check=True)
@@ -54,8 +54,8 @@ def test_a_container_out_of_memory_and_a_full_disk_cost_no_checkpoint(nodes: Pro
         digest = nodes.result("job")["digest"]
 
         nodes.up(ARGS=f"{line} 60", MEMORY="64m")
-        assert nodes.codes() == [137, 137], nodes.logs()  # SIGKILL, and only the kernel sends it here
-        # Two events tell the engine of the memory and of the end. It forgets the former where it comes second
+        assert nodes.codes() == [137, 137], nodes.logs()  # only the kernel sends SIGKILL here
+        # The engine gets one event about the memory and one about the end. If the memory's is second, it is dropped
         assert any(nodes.state(node)["OOMKilled"] for node in ("node0", "node1"))
         assert nodes.result("job")["digest"] == digest
 

@@ -1,4 +1,4 @@
-"""Two containers without a shared disk: node 0's goes with its disk, and the run goes on to the undisturbed weights."""
+"""Two containers share no disk. Node 0 is lost with its disk, and the run still ends with the undisturbed weights."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def undisturbed(once: Once, forks: Forks, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Project]:
-    """Each node has a disk of its own."""
+    """Two nodes, each with its own disk."""
     own = tmp_path / "node1"
     own.mkdir()
     os.chown(own, 1000, 1000)
@@ -38,13 +38,13 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
 
 
 def lose(nodes: Project, *lost: str) -> None:
-    """Remove these containers and their disks, without a word to anybody in them."""
+    """Kill and remove these containers, and remove the run on node 0's disk."""
     nodes.compose("kill", *lost)
     nodes.compose("rm", "--force", *lost)
     shutil.rmtree(nodes.runs / "job")
 
 
-def test_node_0_and_its_disk_are_lost_alone_and_then_with_node_1(nodes: Project, undisturbed: str) -> None:
+def test_run_survives_node_0_and_its_disk_lost_alone_and_with_node_1(nodes: Project, undisturbed: str) -> None:
     nodes.up()
     nodes.wait_for_step("job", 100)
     lose(nodes, "node0")
@@ -52,7 +52,7 @@ def test_node_0_and_its_disk_are_lost_alone_and_then_with_node_1(nodes: Project,
     nodes.wait_for_step("job", 200)
     logs = nodes.logs()
     (lost,) = re.findall(r"lost a peer at step (\d+)", logs)
-    # Node 1 writes no rescue of a step that its disk holds already
+    # Node 1 writes no rescue of a step that is already on its disk
     from_node1 = r"resumed from step (\d+), (?:rescued by rank 1 on node1; no finished|the second copy on node1)"
     assert [int(step) >= int(lost) for step in re.findall(from_node1, logs)] == [True], logs
     lose(nodes, "node0", "node1")
@@ -78,17 +78,17 @@ def image_for_s3() -> str:
 
 @pytest.fixture
 def store(s3: S3) -> Iterator[Door]:
-    """S3 at the address by which containers reach this machine."""
-    # Not `docker network inspect`: an engine that finds the bridge of an earlier one names no gateway
+    """An S3 store at the address by which containers reach this machine."""
+    # `docker network inspect` names no gateway if the engine found the bridge of an earlier engine
     shown = subprocess.check_output(["ip", "-json", "-4", "address", "show", "docker0"])
     with s3.door(json.loads(shown)[0]["addr_info"][0]["local"]) as door:
         yield door
 
 
-def test_run_in_a_store_comes_to_the_same_weights_and_leaves_its_checkpoint_there(
+def test_run_in_an_object_store_keeps_its_weights_and_checkpoint(
     tmp_path: Path, image_for_s3: str, store: Door, undisturbed: str
 ) -> None:
-    """How such a run goes on elsewhere: tests/places/test_remote.py."""
+    """tests/places/test_remote.py tests how such a run resumes on another machine."""
     job = f"{JOB} --run-dir s3://{BUCKET}/{tmp_path.name}"
     where = {"IMAGE": image_for_s3, "ENV_FILE": str(ROOT / "docker" / "s3.env"), "ARGS": job}
     with project(tmp_path, **where, **store.env) as nodes:

@@ -1,4 +1,4 @@
-"""`make push` to a real registry on this machine's loopback, with an image of one small layer."""
+"""`make push` sends an image of one small layer to a real registry on loopback."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its host and port."""
+    """The host and port of a registry."""
     folder = tmp_path_factory.mktemp("registry")
     place = f"127.0.0.1:{free_port()}"
     (folder / "config.yml").write_text(
@@ -49,7 +49,7 @@ def _answers(place: str) -> bool:
 
 @pytest.fixture
 def images() -> Iterator[list[str]]:
-    """Names of images: a test adds its own, and they are removed after it."""
+    """A list to which a test adds the names of its images. They are removed after the test."""
     made: list[str] = []
     yield made
     for name in made:
@@ -82,7 +82,7 @@ def fetch(registry: str, what: str) -> bytes:
     return body
 
 
-def test_push_leaves_the_image_in_the_registry_under_its_version(
+def test_push_puts_the_image_into_the_registry_under_its_version(
     registry: str, images: list[str], tmp_path: Path
 ) -> None:
     image = build(tmp_path, images, "abc123")
@@ -93,12 +93,12 @@ def test_push_leaves_the_image_in_the_registry_under_its_version(
     assert json.loads(fetch(registry, "tags/list")) == {"name": "me/rankup", "tags": ["9.8.7"]}
     manifest = json.loads(fetch(registry, "manifests/9.8.7"))
     assert manifest["config"]["digest"] == docker("image", "inspect", "-f", "{{.Id}}", image).strip()
-    for part in [manifest["config"], *manifest["layers"]]:  # all of it is there, and right
+    for part in [manifest["config"], *manifest["layers"]]:  # every part is there, with the right digest
         blob = fetch(registry, f"blobs/{part['digest']}")
         assert part["digest"] == f"sha256:{hashlib.sha256(blob).hexdigest()}"
 
 
-def test_push_refuses_what_was_not_committed(registry: str, images: list[str], tmp_path: Path) -> None:
+def test_push_refuses_an_image_of_uncommitted_files(registry: str, images: list[str], tmp_path: Path) -> None:
     image = build(tmp_path, images, "abc123-dirty")
     done = push(image, REPOSITORY=f"{registry}/me/dirty")
     assert (done.returncode, "was built from files that are not committed" in done.stderr) == (2, True), done.stderr
@@ -106,6 +106,6 @@ def test_push_refuses_what_was_not_committed(registry: str, images: list[str], t
         assert "me/dirty" not in json.load(answer)["repositories"]
 
 
-def test_push_asks_where_to(images: list[str], tmp_path: Path) -> None:
+def test_push_without_a_repository_is_refused(images: list[str], tmp_path: Path) -> None:
     done = push(build(tmp_path, images, "abc123"))
     assert (done.returncode, "push: REPOSITORY must name the image" in done.stderr) == (2, True), done.stderr

@@ -1,4 +1,4 @@
-"""`make up`: its exit code and its messages, with nodes that only sleep and exit, and in fresh clones."""
+"""The exit codes and messages of `make up`, mostly with nodes that only sleep and exit."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tests.rigs.jobs import ROOT
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(900)]
 
-# "1:5:171,0": node 1 works for 5 s and ends with 171, and the next time with 0. It counts its starts in runs/.
+# "1:5:171,0" means that node 1 works for 5 s and ends with 171, and after its restart with 0. runs/ counts the starts.
 NODE = """#!/bin/sh
 for spec in "$@"; do [ "${spec%%:*}" = "$RANK" ] && own=${spec#*:}; done
 times=$(cat "runs/$RANK" 2> /dev/null || echo 0)
@@ -34,12 +34,12 @@ exit "$1"
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory, image: str) -> Iterator[str]:
-    """An image whose nodes sleep and exit as ARGS says."""
+    """An image whose nodes sleep and exit as ARGS tells them."""
     context = tmp_path_factory.mktemp("stub")
     (context / "node.sh").write_text(NODE)
     shutil.copy(ROOT / "docker" / "prepare.sh", context)
     (context / "rankup").mkdir()
-    shutil.copy(ROOT / "rankup" / "errors.py", context / "rankup")  # up.sh asks it which code counts
+    shutil.copy(ROOT / "rankup" / "errors.py", context / "rankup")  # up.sh asks errors.py which exit code counts
     (base,) = re.findall(r"(?m)^ARG BASE_IMAGE=(.+)", (ROOT / "docker/Dockerfile").read_text())
     base = (ROOT / ".env").read_text().partition("BASE_IMAGE=")[2].partition("\n")[0] or base
     (context / "Dockerfile").write_text(
@@ -52,7 +52,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory, image: str) -> Iterator[str]:
 
 
 class Clone:
-    """A copy of the checkout, in which `make up` runs as some user."""
+    """A copy of the checkout, in which `make up` runs as a given user."""
 
     def __init__(self, folder: Path, image: str) -> None:
         self.folder, self.image = folder / "clone", image
@@ -75,7 +75,7 @@ class Clone:
         )
 
     def up(self, args: str, *, uid: int = 0, timeout_s: float = 400, **env: str) -> tuple[int, str]:
-        """The exit code of `make up` and what it said."""
+        """Run `make up`. Return its exit code and output."""
         process = self.start(args, uid=uid, **env)
         try:
             said, _ = process.communicate(timeout=timeout_s)
@@ -106,12 +106,12 @@ def clone(tmp_path: Path, stub: str) -> Iterator[Clone]:
 
 
 def test_up_ends_with_0_when_all_nodes_do(clone: Clone) -> None:
-    code, said = clone.up("0:8:0 1:0:0")  # long enough to be followed
+    code, said = clone.up("0:8:0 1:0:0")  # long enough for `make up` to follow its log
     assert (code, "up: node0 ended with 0" in said, "up: node1 ended with 0" in said) == (0, True, True), said
     assert "node0 leaves with 0" in said.splitlines()
-    # No control characters where nobody watches
+    # No control characters, because the output is no terminal
     assert [line for line in said.splitlines() if not line.isprintable()] == []
-    # Root gets files of the image's own user, never root's
+    # Started by root, the nodes write files as the image's own user, never as root
     left = [clone.folder / "runs", *(clone.folder / "runs").rglob("*")]
     assert len(left) > 2
     assert {path.stat().st_uid for path in left} == {1000}
@@ -120,8 +120,8 @@ def test_up_ends_with_0_when_all_nodes_do(clone: Clone) -> None:
 @pytest.mark.parametrize(
     ("nodes", "code"),
     [
-        ("0:900:0 1:1:3", 3),  # node1 fails, node0 works on
-        ("0:3:5 1:0:0", 5),  # node1 succeeds first: compose itself would report that, and stop node0
+        ("0:900:0 1:1:3", 3),  # node1 fails while node0 still works
+        ("0:3:5 1:0:0", 5),  # node1 succeeds first; compose alone would report 0 and stop node0
         ("0:2:171 1:1:2", 2),  # the mistake outranks the loss of a peer
     ],
 )
@@ -131,33 +131,33 @@ def test_up_ends_with_the_code_of_the_node_that_failed(clone: Clone, nodes: str,
     assert "which a restart cannot fix" in said
 
 
-def test_up_lets_the_engine_restart_what_may_help(clone: Clone) -> None:
+def test_up_lets_the_engine_restart_nodes_with_codes_to_retry(clone: Clone) -> None:
     code, said = clone.up("0:0:171,0 1:0:137,171,0", RESTART="on-failure:5")
     assert code == 0, said
     assert "node0 ended with 0, 1 restarts" in said
     assert "node1 ended with 0, 2 restarts" in said
 
 
-def test_up_ends_when_the_restarts_of_a_node_are_used_up(clone: Clone) -> None:
+def test_up_ends_when_a_node_has_used_its_restarts(clone: Clone) -> None:
     code, said = clone.up("0:900:0 1:0:171", RESTART="on-failure:2")
     assert code == 171, said
     assert "node1 ended with 171 and is not restarted" in said
     assert clone.starts(1) == 3
 
 
-def test_up_knows_how_a_node_ended_although_no_event_tells_it_in_time(clone: Clone, tmp_path: Path) -> None:
+def test_up_learns_how_a_node_ended_without_an_event_of_the_engine(clone: Clone, tmp_path: Path) -> None:
     path = docker_that(tmp_path, '[ "$1" != events ] || exec sleep 900')
     code, said = clone.up("0:0:0 1:0:171", RESTART="on-failure:1", PATH=path)
     assert (code, "up: node1 ended with 171, 1 restarts" in said) == (171, True), said
 
 
-def test_up_takes_no_answer_of_the_engine_for_no_end_of_the_nodes(clone: Clone, tmp_path: Path) -> None:
+def test_up_does_not_take_an_engine_error_for_the_end_of_the_nodes(clone: Clone, tmp_path: Path) -> None:
     path = docker_that(tmp_path, f'if [ "$1" = inspect ] && mkdir {tmp_path}/once 2> /dev/null; then exit 1; fi')
     code, said = clone.up("0:15:5 1:900:0", PATH=path)
     assert (code, "up: node0 ended with 5" in said, (tmp_path / "once").exists()) == (5, True, True), said
 
 
-def test_up_whose_nodes_are_removed_under_it_is_no_success(clone: Clone) -> None:
+def test_up_fails_when_somebody_removes_its_nodes(clone: Clone) -> None:
     process = clone.start("0:900:0 1:900:0")
     try:
         clone.wait_for_nodes()
@@ -170,7 +170,7 @@ def test_up_whose_nodes_are_removed_under_it_is_no_success(clone: Clone) -> None
 
 
 def docker_that(folder: Path, does_first: str) -> str:
-    """A PATH with a command docker that first runs this shell code, and then the real docker."""
+    """Return a PATH with a `docker` that first runs this shell code, and then the real docker."""
     (folder / "bin").mkdir()
     stand_in = folder / "bin" / "docker"
     stand_in.write_text(f'#!/bin/sh\n{does_first}\nexec {shutil.which("docker")} "$@"\n')
@@ -193,7 +193,7 @@ def test_up_interrupted_stops_the_nodes(late_s: float, clone: Clone) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_up_starts_as_many_nodes_as_asked_for_and_plain_compose_then_too(clone: Clone) -> None:
+def test_up_writes_the_number_of_nodes_to_env_for_plain_compose(clone: Clone) -> None:
     (clone.folder / ".env").write_text("# mine\nNNODES=\"3\"\nMINE=kept\n")
     code, said = clone.up("0:0:0 1:0:0 2:0:0")
     assert code == 0, said
@@ -206,7 +206,7 @@ def test_up_starts_as_many_nodes_as_asked_for_and_plain_compose_then_too(clone: 
     assert "node3" in docker(*words, IMAGE=clone.image, NNODES="4")
 
 
-def test_up_keeps_to_the_users_own_compose_files_and_names_the_nodes_that_they_leave_out(clone: Clone) -> None:
+def test_up_uses_own_compose_files_and_names_nodes_missing_from_them(clone: Clone) -> None:
     mine = "services: {{node0: {{environment: {{MINE: {0}}}}}, node1: {{environment: {{MINE: {0}}}}}}}\n"
     (clone.folder / "compose.override.yaml").write_text(mine.format("by-override"))
     (clone.folder / "mine.yaml").write_text(mine.format("by-name"))
@@ -215,7 +215,7 @@ def test_up_keeps_to_the_users_own_compose_files_and_names_the_nodes_that_they_l
     assert "compose.override.yaml changes node1 and not node2" in said
     assert "MINE=by-override" in clone.environment(1)
     assert "MINE" not in clone.environment(2)
-    # What compose reads by itself has changed since: .env must not keep it
+    # The user removed the file that compose reads by default: .env must not remember it
     (clone.folder / "compose.override.yaml").unlink()
     code, said = clone.up("0:0:0 1:0:0")
     assert (code, "changes node1" in said) == (0, False), said
@@ -226,7 +226,7 @@ def test_up_keeps_to_the_users_own_compose_files_and_names_the_nodes_that_they_l
     assert "mine.yaml" not in (clone.folder / ".env").read_text()
 
 
-def test_up_refuses_a_number_of_nodes_that_compose_does_not_have(clone: Clone) -> None:
+def test_up_refuses_more_nodes_than_compose_has(clone: Clone) -> None:
     code, said = clone.up("", NNODES="9")
     assert (code, "NNODES must be from 2 to 8, got 9" in said) == (2, True), said
 
@@ -240,9 +240,9 @@ def test_up_leaves_the_nodes_of_another_checkout_alone(clone: Clone) -> None:
     assert (code, "a job of /other runs under the same name" in said) == (2, True), said
 
 
-def test_a_fresh_clone_trains_and_its_user_owns_the_results(image: str) -> None:
+def test_fresh_clone_trains_and_its_user_owns_the_results(image: str) -> None:
     uid = 1234
-    # Not tmp_path, which nobody else may enter
+    # Other users may not enter tmp_path
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         clone = Clone(Path(folder), image)

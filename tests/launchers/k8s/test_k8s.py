@@ -1,4 +1,4 @@
-"""The pods of k8s/ as real containers: they find each other by name and train to torchrun's digest."""
+"""The pods of k8s/, run as real containers, find each other by name and train to the digest of the host."""
 
 import json
 from collections.abc import Callable
@@ -15,21 +15,21 @@ pytestmark = pytest.mark.timeout(1800)
 Pods = Callable[..., Cluster]
 
 
-def test_k8s_image_of_this_version_is_the_one_that_was_built(image: str) -> None:
+def test_k8s_manifests_name_the_image_that_was_built(image: str) -> None:
     found = {docker("image", "inspect", "-f", "{{.Id}}", name).strip() for name in (image, IMAGE)}
     assert len(found) == 1
 
 
-# The PyTorchJob's: test_k8s_ends.py. Those of a JobSet, which are a Job's with other names, find each other below
-def test_k8s_pods_of_a_trainjob_train_to_the_digest_of_the_host(pods: Pods, forks: Forks, tmp_path: Path) -> None:
+# test_k8s_ends.py has the pods of a PyTorchJob. The pods of a JobSet, which are a Job's with other names, are below
+def test_k8s_trainjob_trains_to_the_digest_of_the_host(pods: Pods, forks: Forks, tmp_path: Path) -> None:
     cluster = pods("trainjob.yaml", SHORT)
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
     assert cluster.read("result.json")["digest"] == digest_by_forks(forks, tmp_path / "host", " ".join(SHORT))
 
 
-def test_k8s_pod_without_an_operator_waits_for_the_name_of_rank_0_with_own_code_and_data(pods: Pods) -> None:
-    """Code and data come from ConfigMaps."""
+def test_k8s_pod_of_a_plain_job_waits_for_the_name_of_rank_0(pods: Pods) -> None:
+    """The job trains own code and data, which come from ConfigMaps."""
     cluster = pods("job+own", ["--name", "job"])
     cluster.start(1)
     wait_for("rank 1 to look", lambda: "rankup-0.rankup" in cluster.log(1), timeout_s=300, log=cluster.logs)
@@ -37,10 +37,10 @@ def test_k8s_pod_without_an_operator_waits_for_the_name_of_rank_0_with_own_code_
     assert cluster.codes() == [0, 0], cluster.logs()
     found = cluster.read("result.json")
     assert (found["data"], found["world_size"]) == ("rings", 2)
-    assert found["metrics"]["accuracy"] > 0.9  # half of the points would be chance
+    assert found["metrics"]["accuracy"] > 0.9  # chance would give 0.5
 
 
-def test_k8s_doctor_in_place_of_train_finds_the_pods_fit(pods: Pods) -> None:
+def test_k8s_doctor_instead_of_train_finds_the_pods_fit(pods: Pods) -> None:
     cluster = pods("pytorchjob.yaml")
     for pod in cluster.pods:
         words = pod["spec"]["containers"][0]["args"]
@@ -56,7 +56,7 @@ def test_k8s_doctor_in_place_of_train_finds_the_pods_fit(pods: Pods) -> None:
     assert "doctor: fit to train" in said
 
 
-def test_k8s_script_of_ones_own_from_a_config_map(pods: Pods) -> None:
+def test_k8s_jobset_trains_an_own_script_from_a_config_map(pods: Pods) -> None:
     cluster = pods("jobset+script")
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
@@ -65,10 +65,10 @@ def test_k8s_script_of_ones_own_from_a_config_map(pods: Pods) -> None:
     assert (cluster.runs / "files" / "rankup" / "model.pt").exists()
 
 
-def test_k8s_fsdp_pods_read_their_shards_back_and_come_to_the_digest_of_the_host(
+def test_k8s_fsdp_pods_resume_from_shards_to_the_digest_of_the_host(
     pods: Pods, image: str, forks: Forks, tmp_path: Path
 ) -> None:
-    """By the image's own Python: Debian 12's writes them in a way of its own."""
+    """The image's own Python reads the shards, because Debian 12's Python writes them in another way."""
     short = [*SHORT, "--schedule", "constant"]
     cluster = pods("pytorchjob+fsdp", [*short, "--max-steps", "20"])
     cluster.start()

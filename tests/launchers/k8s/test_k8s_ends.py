@@ -1,6 +1,6 @@
-"""Pods of k8s/ as real containers that are killed, stopped and lost.
+"""Pods of k8s/, run as real containers, are killed, stopped and lost.
 
-Whether another pod follows one that has ended is read from its manifest, by the rules in k8s/ends.md.
+Whether a new pod replaces an ended pod is decided from its manifest, by the rules in k8s/ends.md.
 """
 
 import signal
@@ -22,16 +22,16 @@ Object = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Object:
-    """The result of an undisturbed run, of two ranks on this machine."""
+    """The result of an undisturbed run of two ranks on this machine."""
     folder = tmp_path_factory.mktemp("host")
     digest_by_forks(forks, folder, " ".join(LONG))
     return result(folder / "job")
 
 
-def test_k8s_job_whose_rank_and_pod_are_killed_and_stopped_ends_with_the_digest_of_an_undisturbed_one(
+def test_k8s_job_with_killed_and_stopped_pods_has_the_undisturbed_digest(
     pods: Pods, undisturbed: Object
 ) -> None:
-    """How other manifests decide what follows: test_k8s_rules.py."""
+    """test_k8s_rules.py tests what other manifests do after the end of a pod."""
     cluster = pods("pytorchjob.yaml", [*LONG, *SLOW])
 
     def resumed(count: int) -> None:
@@ -41,14 +41,14 @@ def test_k8s_job_whose_rank_and_pod_are_killed_and_stopped_ends_with_the_digest_
     cluster.hit_rank(0, signal.SIGKILL)
     resumed(1)  # in the same pod
     assert "rank 0 on rankup-master-0 ended with 137" in cluster.log(0)
-    # As by kubectl exec
+    # As `kubectl exec` would run it
     stands = docker("exec", cluster.container(0), "python", "-m", "rankup", "status", "job")
     assert "state    running" in stands
     assert "rank  host" in stands
     cluster.hit(1, signal.SIGKILL)
     assert cluster.codes(1) == [137], cluster.logs()
     assert cluster.retry({1: 137}) == 0
-    resumed(2)  # the first pod stayed
+    resumed(2)  # pod 0 stayed
     cluster.stop(1)
     codes = cluster.codes()
     assert codes == [143, 143], cluster.logs()
@@ -60,8 +60,8 @@ def test_k8s_job_whose_rank_and_pod_are_killed_and_stopped_ends_with_the_digest_
     assert cluster.read("result.json")["digest"] == undisturbed["digest"]
 
 
-def test_k8s_elastic_job_goes_on_without_pod_0_and_takes_pods_that_come_and_go(pods: Pods) -> None:
-    """How an elastic Job and JobSet differ from plain ones: test_k8s_rules.py."""
+def test_k8s_elastic_job_continues_without_pod_0_while_pods_come_and_go(pods: Pods) -> None:
+    """test_k8s_rules.py tests how an elastic Job and JobSet differ from plain ones."""
     cluster = pods("pytorchjob+elastic+secret", [*JOB, *SLOW, "--max-steps", "1000000", "--epochs", "100000"])
 
     def ranks_are(*counts: int) -> None:
@@ -73,11 +73,11 @@ def test_k8s_elastic_job_goes_on_without_pod_0_and_takes_pods_that_come_and_go(p
     assert verdict(cluster.owner, *cluster.codes(0)) == "new"
     address = cluster.address(0)
     cluster.scale(4)
-    cluster.start(3)  # it gets the address of the lost pod, whose successor has another one
+    cluster.start(3)  # it gets the address of lost pod 0, so that the new pod 0 gets another
     cluster.replace(0)
-    wait_for("4 ranks", lambda: cluster.changes()[-1] == 4, log=cluster.logs)  # they come at once, or one by one
+    wait_for("4 ranks", lambda: cluster.changes()[-1] == 4, log=cluster.logs)  # they join at once, or one by one
     assert cluster.address(0) != address
-    cluster.stop(2)  # as by a drain, or kubectl scale
+    cluster.stop(2)  # as a drain or `kubectl scale` would stop it
     assert cluster.codes(2) == [143]
     assert verdict(cluster.owner, 143) == "new"
     ranks_are(4, 3)

@@ -1,4 +1,4 @@
-"""k8s/kube.sh runs the right commands in the right order: kind, minikube, docker and kubectl are stand-ins."""
+"""k8s/kube.sh runs the right commands in the right order. kind, minikube, docker and kubectl are stand-ins here."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import yaml
 from tests.rigs.jobs import ROOT
 from tests.rigs.kube import IMAGE, one, rendered
 
-# Each appends its command to $CALLS. kubectl prints the states in $STATES in turn, and then repeats the last one.
+# Each stand-in appends its command to $CALLS. kubectl prints the states in $STATES in turn, then repeats the last one.
 TOOL = '#!/bin/bash\necho "$(basename "$0") $*" >> "$CALLS"\n'
 KIND = 'if [[ $* == "get clusters" ]]; then cat "$CLUSTERS"; fi\n'
 MINIKUBE = 'if [[ $* == *status ]]; then grep -qx "$2" "$CLUSTERS"; fi\n'
@@ -30,7 +30,7 @@ esac
 
 @dataclass
 class Tools:
-    """Stand-ins in a folder that comes first in PATH."""
+    """Stand-ins for the four tools, in a folder that comes first in PATH."""
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Tools:
         )
 
     def calls(self) -> list[str]:
-        """What was run, without what only asks."""
+        """Return the commands that were run, except queries."""
         path = self.folder / "calls.txt"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if not any(word in line for word in ("get ", "version", "inspect", " status"))]
@@ -67,7 +67,7 @@ def tools(tmp_path: Path) -> Tools:
     return Tools(tmp_path)
 
 
-def test_kube_kind_makes_a_cluster_brings_operator_and_image_and_follows_the_job(tools: Tools) -> None:
+def test_kube_kind_creates_a_cluster_and_follows_the_job(tools: Tools) -> None:
     done = tools.run("kind")
     assert done.returncode == 0, done.stderr
     steps = ["kind create cluster --name rankup", f"kind load docker-image {IMAGE} --name rankup",
@@ -75,11 +75,11 @@ def test_kube_kind_makes_a_cluster_brings_operator_and_image_and_follows_the_job
     calls = [call for call in tools.calls() if "rollout" not in call]
     assert len(calls) == len(steps), calls
     assert all(step in call for step, call in zip(steps, calls, strict=True)), calls
-    # Never the user's own cluster
+    # No command reaches the user's own cluster
     assert all("--context kind-rankup" in call for call in calls if call.startswith("kubectl"))
     assert "log of rankup-master-0" in done.stdout
     assert "the job has finished" in done.stdout
-    # Nothing is made twice
+    # A second run creates nothing again
     (tools.folder / "clusters.txt").write_text("rankup\n")
     (tools.folder / "crd.txt").touch()
     (tools.folder / "calls.txt").unlink()
@@ -87,7 +87,7 @@ def test_kube_kind_makes_a_cluster_brings_operator_and_image_and_follows_the_job
     assert not [call for call in tools.calls() if "create cluster" in call or "--server-side" in call]
 
 
-def test_kube_minikube_does_the_same_in_its_own_profile_and_a_job_needs_no_operator(tools: Tools) -> None:
+def test_kube_minikube_has_its_own_profile_and_a_job_needs_no_operator(tools: Tools) -> None:
     tools.states("Complete|u1 rankup-0-x7k2p Succeeded")
     done = tools.run("minikube", FILE="job", CLUSTER="mine", IMAGE="own:1", THERE="own:1")
     assert done.returncode == 0, done.stderr
@@ -100,11 +100,11 @@ def test_kube_says_that_a_job_failed(tools: Tools) -> None:
     tools.states("Created|u1 rankup-master-0 Pending", "Created Failed|u1 rankup-master-0 Failed")
     done = tools.run("logs")
     assert done.returncode == 1
-    assert "log of rankup-master-0" in done.stdout  # it never ran while somebody looked
+    assert "log of rankup-master-0" in done.stdout  # although kube.sh never saw it running
     assert "the job failed" in done.stderr
 
 
-def test_kube_follows_the_next_pod_after_a_lost_one(tools: Tools) -> None:
+def test_kube_follows_the_new_pod_after_a_lost_one(tools: Tools) -> None:
     tools.states(
         "Running|u1 rankup-master-0 Running", "Restarting|u1 rankup-master-0 Failed", "Restarting|",
         "Restarting|u2 rankup-master-0 Pending", "Running|u2 rankup-master-0 Running",
@@ -124,7 +124,7 @@ def test_kube_follows_the_next_pod_after_a_lost_one(tools: Tools) -> None:
         ([], {}, "usage:"),
     ],
 )
-def test_kube_refuses_with_a_line_that_says_why(tools: Tools, words: list[str], env: dict[str, str], said: str) -> None:
+def test_kube_refuses_a_mistake_with_the_reason(tools: Tools, words: list[str], env: dict[str, str], said: str) -> None:
     done = tools.run(*words, **env)
     assert done.returncode == 2
     assert said in done.stderr
@@ -138,8 +138,8 @@ def test_kube_delete_leaves_the_volume(tools: Tools) -> None:
     assert not [each for each in rendered("pytorchjob+own") if each["kind"] == "PersistentVolumeClaim"]
 
 
-def test_make_renders_what_would_be_applied() -> None:
-    assert one("pytorchjob", "PyTorchJob")  # there is a kubectl
+def test_make_k8s_render_prints_what_would_be_applied() -> None:
+    assert one("pytorchjob", "PyTorchJob")  # skips without kubectl
     for file, kind in (("", "PyTorchJob"), ("job", "Job")):
         words, env = ["make", "-s", "k8s-render"], {**os.environ, "FILE": file}
         done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""k8s/: what each manifest is for. What holds for all: test_k8s_mixes.py."""
+"""What single manifests of k8s/ promise. test_k8s_mixes.py tests what all of them promise."""
 
 import re
 
@@ -6,7 +6,7 @@ from tests.rigs.kube import CLAIMS, EVERY, FILES, IMAGE, K8S, TRAINING, one, ren
 from tests.rigs.kubeflow import command_line, environment, pods_of
 
 
-def test_k8s_whoever_deletes_the_file_of_a_job_deletes_no_checkpoints() -> None:
+def test_k8s_deleting_the_file_of_a_job_deletes_no_checkpoint() -> None:
     claims = {claim["metadata"]["name"] for what in CLAIMS for claim in rendered(what)}
     assert claims == {"rankup-runs", "rankup-runs-shared"}
     for what in EVERY:
@@ -18,11 +18,11 @@ def test_k8s_whoever_deletes_the_file_of_a_job_deletes_no_checkpoints() -> None:
         assert "delete -f" not in head
 
 
-def test_k8s_own_image_is_built_on_that_of_this_version() -> None:
+def test_k8s_page_builds_own_images_on_the_image_of_this_version() -> None:
     assert f"FROM {IMAGE}\n" in (K8S / "README.md").read_text()
 
 
-def test_k8s_job_counts_its_pods_once() -> None:
+def test_k8s_job_has_one_number_of_pods_and_a_service_for_their_names() -> None:
     job = one("job.yaml", "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     world_size = {each["name"]: each.get("value") for each in container["env"]}["WORLD_SIZE"]
@@ -36,14 +36,14 @@ def test_k8s_job_counts_its_pods_once() -> None:
     assert service["spec"]["selector"].items() <= first["labels"].items()
 
 
-def test_k8s_elastic_keeps_the_least_number_of_pods_while_nodes_are_drained() -> None:
+def test_k8s_elastic_job_keeps_its_minimum_of_pods_during_drains() -> None:
     for what in ("pytorchjob+elastic", "job+elastic", "jobset+elastic"):
         (least,) = {re.findall(r"--nnodes=(\d):", " ".join(command_line(pod)))[0] for pod in pods_of(rendered(what))}
         assert one(what, "PodDisruptionBudget")["spec"]["minAvailable"] == int(least)
     assert not any(pod["spec"].get("initContainers") for pod in pods_of(rendered("pytorchjob+elastic")))
 
 
-def test_k8s_board_reads_the_volume_inside_the_cluster_alone() -> None:
+def test_k8s_board_is_read_only_and_inside_the_cluster() -> None:
     assert one("board.yaml", "Service")["spec"]["type"] == "ClusterIP"
     (pod,) = pods_of(rendered("board.yaml"))
     volumes = {each["name"]: each.get("persistentVolumeClaim") for each in pod["spec"]["volumes"]}

@@ -1,4 +1,4 @@
-"""k8s/kustomization.yaml: for each kind of job, any mix of components gives pods that a cluster takes and that run."""
+"""k8s/kustomization.yaml gives valid pods with the right commands for each kind of job and any mix of components."""
 
 import re
 from itertools import product
@@ -16,13 +16,13 @@ from train.commands.line import parse_args
 from train.config import Config, check_run, load_config
 
 Object = dict[str, Any]
-CODE = ("own", "script", "")  # which exclude each other
+CODE = ("own", "script", "")  # these exclude each other
 KINDS = ("pytorchjob", "job", "jobset")
 ELASTIC = (*KINDS, *(f"{kind}+elastic" for kind in KINDS))
 
 
 def mixes(kind: str) -> list[str]:
-    """With all of the others and with none each kind of code, and else one of them."""
+    """Return mixes of the components, each with one kind of code. All and none of the others get every kind of code."""
     chosen = list(product(*(("", name) for name in ("gpu", "fsdp", "kueue+secret"))))
     last = len(chosen) - 1
     codes = [CODE if number in (0, last) else CODE[number % 3 :][:1] for number in range(last + 1)]
@@ -30,26 +30,26 @@ def mixes(kind: str) -> list[str]:
     return ["+".join(filter(None, (kind, *each, code))) for each, code in pairs]
 
 
-def test_k8s_every_component_is_in_a_mix() -> None:
+def test_k8s_mixes_have_every_component() -> None:
     there = {path.name for path in (K8S / "components").iterdir() if path.is_dir()} - {"begin"}
     assert there == {name for kind in ELASTIC for mix in mixes(kind) for name in mix.split("+")[1:]}
     assert set(re.findall(r"# - components/(\S+) # EDIT", (K8S / "kustomization.yaml").read_text())) == there
 
 
-def test_k8s_nothing_added_is_the_plain_file() -> None:
+def test_k8s_kustomization_without_components_gives_the_plain_file() -> None:
     for kind in KINDS:
         plain, mixed = ({each["kind"]: each for each in rendered(what)} for what in (f"{kind}.yaml", kind))
         assert plain == mixed
 
 
 def config_of(words: list[str]) -> Config:
-    """What the program makes of its own words."""
+    """Return the program's settings for these arguments."""
     parsed = parse_args(words)
     return load_config(parsed.settings, file=parsed.options.config, mistakes=parsed.mistakes)
 
 
 def check_command(pods: list[Object], what: str) -> None:
-    """Each pod runs a command that `launch` and the program understand, as the right one of all nodes."""
+    """Check that each pod runs a valid command line of `launch` and the program, as the right node."""
     nproc = 2 if "gpu" in what else 1
     for rank, pod in enumerate(pods):
         words, values = command_line(pod), environment(pod)
@@ -85,11 +85,11 @@ def check_pods(pods: list[Object], what: str) -> None:
         if index == 0 or "fsdp" in what or "elastic" in what or not what.startswith("pytorchjob"):
             claim = "rankup-runs-shared" if "fsdp" in what else "rankup-runs"
             assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim
-        else:  # rank 0 alone writes
+        else:  # only rank 0 writes
             assert all("persistentVolumeClaim" not in volume for volume in volumes.values())
         file = environment(pod).get("RANKUP_SECRET_FILE", "")
         assert bool(file) == ("secret" in what)
-        if file:  # as a kubelet mounts it for a pod with an fsGroup: root's, and the group reads it
+        if file:  # with an fsGroup, a kubelet mounts it as root's file that the group can read
             assert volumes["secret"]["secret"]["defaultMode"] == 0o440
             assert file == f"{paths['secret']}/secret"
         gone = {each.pop("key"): each for each in pod["spec"]["tolerations"]}
@@ -100,7 +100,7 @@ def check_pods(pods: list[Object], what: str) -> None:
             assert list(pod["spec"]["affinity"]) == ["podAntiAffinity"]
 
 
-# What the Pod Security profile "restricted" asks for, and a read-only root, which we ask for besides
+# The requirements of the Pod Security profile "restricted", and a read-only root
 USER = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000,
         "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"}}
 RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
@@ -112,7 +112,7 @@ def labelled(metadata: Object) -> bool:
 
 
 def selector_of(document: Object) -> dict[str, str] | None:
-    """The labels of the pods that an object is about."""
+    """Return the labels by which an object selects pods, or None."""
     spec = document.get("spec", {})
     found = {"Service": spec.get("selector"), "NetworkPolicy": spec.get("podSelector", {}).get("matchLabels"),
              "PodDisruptionBudget": spec.get("selector", {}).get("matchLabels")}
@@ -120,12 +120,12 @@ def selector_of(document: Object) -> dict[str, str] | None:
 
 
 def check_taken(documents: list[Object]) -> list[Object]:
-    """A cluster takes them, at the level restricted and beside its user's other objects; returns their pods."""
+    """Check that a cluster accepts these objects, even with the profile "restricted". Return their pods."""
     pods = pods_of(documents)
     for document in documents:
         assert problems(document) == []
         assert document["kind"] == "ConfigMap" or labelled(document["metadata"])
-        assert "namespace" not in document["metadata"]  # it is for the user to choose
+        assert "namespace" not in document["metadata"]  # the user chooses it
         if (wanted := selector_of(document)) is not None:
             assert all(wanted.items() <= pod["labels"].items() for pod in pods)
     assert pods
@@ -144,7 +144,7 @@ def check_pod(pod: Object, maps: set[str]) -> None:
     assert spec["automountServiceAccountToken"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
     assert not any("hostPort" in port for port in container.get("ports", []))
-    # The operator's own container has no security context: k8s/cluster.md says what namespaces then need
+    # The operator's init container has no security context: k8s/cluster.md says what namespaces then need
     assert [each for each in spec.get("initContainers", []) if each["name"] != "init-pytorch"] == []
     assert {name for volume in volumes.values() for name in volume} <= VOLUMES | {"name"}
     assert all(volume["configMap"]["name"] in maps for volume in volumes.values() if "configMap" in volume)
@@ -159,17 +159,17 @@ def check_pod(pod: Object, maps: set[str]) -> None:
     assert not [name for name in names if re.search("PASSWORD|SECRET(?!_FILE)|TOKEN|KEY|CREDENTIAL", name)]
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
     trains = pod["labels"]["app.kubernetes.io/component"] == "training"
-    # A probe would end a pod that waits for others or saves. A Service leads to the board once it answers
+    # A probe would end a pod that waits for others or saves. The board has one, for its Service
     probes = {name for name in container if name.endswith("Probe")}
     assert probes == (set() if trains else {"readinessProbe"})
 
 
 @pytest.mark.parametrize("what", CLAIMS)
-def test_k8s_claims_fit_the_schemas(what: str) -> None:
+def test_k8s_volume_claims_fit_the_schemas(what: str) -> None:
     assert [problem for document in rendered(what) for problem in problems(document)] == []
 
 
-def test_k8s_board_gives_pods_that_a_cluster_takes() -> None:
+def test_k8s_board_gives_a_valid_pod() -> None:
     check_taken(rendered("board.yaml"))
 
 
@@ -188,7 +188,7 @@ def check(documents: list[Object], what: str) -> None:
 
 
 @pytest.mark.parametrize("what", [what for what in TRAINING if what.endswith(".yaml")])
-def test_k8s_plain_files_give_pods_that_run(what: str) -> None:
+def test_k8s_plain_files_give_valid_pods(what: str) -> None:
     check(rendered(what), what)
 
 
@@ -200,13 +200,13 @@ def test_k8s_components_combine_in_any_mix(kind: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "pytorchjob+elastic", "job+elastic", "jobset"])
-def test_k8s_name_image_and_namespace_stand_in_one_place(kind: str) -> None:
-    """Two jobs side by side share no name, and none of them reaches the other."""
+def test_k8s_kustomization_sets_name_and_image_in_one_place(kind: str) -> None:
+    """Two jobs side by side share no name, and no selector of one job selects pods of the other."""
     edits = [("app.kubernetes.io/instance: rankup", "app.kubernetes.io/instance: my-job"),
              ("newName: rankup", "newName: registry.example.org/me/rankup")]
     documents = kustomized(f"{kind}+own", *edits)
     assert [problem for document in documents for problem in problems(document)] == []
-    # kubectl's own holds for volume, board, Secret and kube.sh too
+    # No file sets a namespace: kubectl's own namespace also applies to volume, board, Secret and kube.sh
     assert not [file for file in K8S.rglob("*.yaml") if re.search(r"\bnamespace:", file.read_text())]
     names = {each["metadata"]["name"] for each in documents if each["kind"] != "ConfigMap"}
     assert names == {"my-job"}
@@ -227,13 +227,13 @@ def test_k8s_name_image_and_namespace_stand_in_one_place(kind: str) -> None:
 
 
 def uncommented(name: str) -> list[tuple[str, str]]:
-    """Edits that remove the # from every line marked EDIT in a block of patches."""
+    """Return edits that uncomment every patch line marked EDIT."""
     lines = re.findall(r"(?m)^( {6,})# (.* # EDIT.*)$", (K8S / name / "kustomization.yaml").read_text())
     return [(f"{space}# {line}", f"{space}{line}") for space, line in lines]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_k8s_lines_to_remove_a_comment_from_reach_every_pod(kind: str) -> None:
+def test_k8s_uncommented_patches_reach_every_pod(kind: str) -> None:
     edits = uncommented(".") + uncommented("components/gpu")
     assert len(edits) == 10
     documents = kustomized(f"{kind}+gpu", *edits)
@@ -251,7 +251,7 @@ def test_k8s_lines_to_remove_a_comment_from_reach_every_pod(kind: str) -> None:
         assert environment(pod)["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1"
 
 
-def test_k8s_lines_for_volcano_say_what_it_looks_for() -> None:
+def test_k8s_uncommented_lines_for_volcano_are_valid() -> None:
     text, count = re.subn(r"(?m)^( *)# (?=.* # EDIT with Volcano)", r"\1", (K8S / "pytorchjob.yaml").read_text())
     assert count == 2
     job = next(iter(yaml.safe_load_all(text)))
@@ -260,7 +260,7 @@ def test_k8s_lines_for_volcano_say_what_it_looks_for() -> None:
     assert {pod["spec"]["schedulerName"] for pod in pods_of([job])} == {"volcano"}
 
 
-def test_k8s_fsdp_volume_is_mounted_by_every_node() -> None:
+def test_k8s_fsdp_volume_can_be_mounted_by_every_node() -> None:
     claim = one("components/fsdp/volume.yaml", "PersistentVolumeClaim")
-    assert claim["metadata"]["name"] == "rankup-runs-shared"  # the other's access mode can't be changed
+    assert claim["metadata"]["name"] == "rankup-runs-shared"  # rankup-runs can't change its access mode
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]

@@ -1,4 +1,4 @@
-"""The training operator v1: the pods that it makes, and our template of the container that it puts into Workers."""
+"""Training operator v1: the rig makes the same pods, and our template restricts the init container of its Workers."""
 
 import contextlib
 import json
@@ -19,18 +19,18 @@ Object = dict[str, Any]
 
 
 def as_recorded(pod: Object) -> Object:
-    """The fields of a pod that the recording holds."""
+    """Return the fields of a pod that are in the recording."""
     keep = ("command", "env", "name", "ports")
     containers = [{key: each[key] for key in keep if key in each} for each in pod["spec"]["containers"]]
     first = {"name": pod["name"], "labels": pod["labels"], "restartPolicy": pod["spec"]["restartPolicy"]}
     return {**first, "initContainers": pod["spec"].get("initContainers", []), "containers": containers}
 
 
-def test_k8s_rigs_pods_are_those_that_the_operator_was_seen_to_make() -> None:
-    """Where the recording is at hand, and everywhere those that our manifests depend on."""
+def test_k8s_rig_makes_the_same_pods_as_the_operator() -> None:
+    """Compare all recorded pods if the recording is there, and always the fields that our manifests depend on."""
     recording = FACTS / "operator-pods-v1.9.3.json"
     for case in json.loads(recording.read_text()) if recording.exists() else []:
-        # Not those with settings that none of our manifests has
+        # Skip cases with settings that none of our manifests has
         if (case["job"]["spec"].get("elasticPolicy") or {}).keys() <= {"rdzvBackend", "maxRestarts"}:
             assert [as_recorded(pod) for pod in operator_pods(case["job"])] == case["pods"]
     job = one("pytorchjob.yaml", "PyTorchJob")
@@ -45,11 +45,11 @@ def test_k8s_rigs_pods_are_those_that_the_operator_was_seen_to_make() -> None:
             "RANK": str(rank), "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "2", "PET_NNODES": "2",
             "JOB_NAME": "rankup",
         }
-        assert pod["spec"]["restartPolicy"] == "Never"  # ExitCode is the operator's; the kubelet restarts nothing
+        assert pod["spec"]["restartPolicy"] == "Never"  # the operator acts on ExitCode, not the kubelet
 
 
 def operators_container(tries: int = 100) -> Object:
-    """Our template as the operator fills it in: a Go template whose names are these three."""
+    """Return our template, filled in as the operator does. It is a Go template with these three names."""
     template = (K8S / "operator" / "initContainer.yaml").read_text()
     values = {"InitContainerImage": "busybox:1.37", "MaxTries": str(tries), "MasterAddr": "rankup-master-0"}
     for name, value in values.items():
@@ -60,7 +60,7 @@ def operators_container(tries: int = 100) -> Object:
     return dict(container)
 
 
-def test_k8s_operators_own_container_is_restricted_with_our_template() -> None:
+def test_k8s_init_container_of_our_template_is_restricted() -> None:
     ours = operators_container()
     (theirs,) = pods_of(rendered("pytorchjob.yaml"))[1]["spec"]["initContainers"]
     assert {name: ours[name] for name in theirs if name != "command"} | {"command": theirs["command"]} == theirs
@@ -72,7 +72,7 @@ def test_k8s_operators_own_container_is_restricted_with_our_template() -> None:
 
 @pytest.fixture
 def resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes the only nslookup that there is: a shell script."""
+    """Make a shell script the only nslookup."""
 
     def make(script: str) -> None:
         (tmp_path / "nslookup").write_text(f"#!/bin/sh\n{script}\n")
@@ -82,7 +82,7 @@ def resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return make
 
 
-def test_k8s_operators_own_container_waits_for_the_name_of_the_master(resolver: Callable[[str], None]) -> None:
+def test_k8s_init_container_waits_for_the_name_of_the_master(resolver: Callable[[str], None]) -> None:
     resolver('test "$1" = rankup-master-0 && echo "$1"')
     assert subprocess.run(operators_container()["command"], check=False).returncode == 0
     resolver("exit 1")
@@ -90,10 +90,10 @@ def test_k8s_operators_own_container_waits_for_the_name_of_the_master(resolver: 
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo waiting for the resolver; sleep 60"])
-def test_k8s_operators_own_container_ends_at_once_when_it_is_told_to(
+def test_k8s_init_container_ends_at_once_on_sigterm(
     resolver: Callable[[str], None], script: str
 ) -> None:
-    """It is process 1 of its container, which gets only those signals that it has asked for."""
+    """Process 1 of a container gets only signals that it handles."""
     resolver(script)
     words = operators_container()["command"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
@@ -104,10 +104,10 @@ def test_k8s_operators_own_container_ends_at_once_when_it_is_told_to(
             assert process.wait(30) == 143
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # its children
 
 
-def test_k8s_operators_deployment_gets_our_template(tmp_path: Path) -> None:
+def test_k8s_patch_mounts_our_template_in_the_operator(tmp_path: Path) -> None:
     mount = {"name": "cert", "mountPath": "/cert"}
     container = {"name": "training-operator", "image": "operator:1", "volumeMounts": [mount]}
     volumes = [{"name": "cert", "emptyDir": {}}]

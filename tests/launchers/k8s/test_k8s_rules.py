@@ -1,4 +1,4 @@
-"""k8s/: what follows the end of a pod, by each manifest's own rules, is what the table in k8s/ends.md says."""
+"""The rules of each manifest in k8s/ decide what follows the end of a pod as the table in k8s/ends.md says."""
 
 import re
 
@@ -13,7 +13,7 @@ from tests.rigs.kubeflow import OWNERS, Object, verdict
 
 OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
 KILLED = 137
-VERDICTS = {code for code in CODES.values() if code > 10}  # of doctor
+VERDICTS = {code for code in CODES.values() if code > 10}  # of the doctor
 COLUMNS = {
     "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml",
 }
@@ -26,7 +26,7 @@ def owner(what: str) -> Object:
 
 
 def table() -> dict[tuple[str, int], str]:
-    """What k8s/ends.md says, by column and exit code."""
+    """Return the table of k8s/ends.md, by column and exit code."""
     (text,) = re.findall(r"(?m)^(\| exit code .*\n(?:\|.*\n)+)", (K8S / "ends.md").read_text())
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     found = {}
@@ -38,7 +38,7 @@ def table() -> dict[tuple[str, int], str]:
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_k8s_manifests_decide_as_their_table_of_exit_codes_says(name: str) -> None:
+def test_k8s_manifests_treat_exit_codes_as_the_page_says(name: str) -> None:
     job, said = owner(COLUMNS[name]), table()
     assert set(said) == {(name, code) for name in COLUMNS for code in OURS | {KILLED}}
     for code in sorted(OURS | {KILLED}):
@@ -47,7 +47,7 @@ def test_k8s_manifests_decide_as_their_table_of_exit_codes_says(name: str) -> No
 
 
 @pytest.mark.parametrize("what", ["job.yaml", "jobset.yaml", "trainjob.yaml"])
-def test_k8s_pod_that_is_preempted_costs_nothing_and_a_mistake_stays_one(what: str) -> None:
+def test_k8s_preempted_pod_is_not_counted_and_a_mistake_stays_final(what: str) -> None:
     job = owner(what)
     for code in OURS | {KILLED}:
         final = {errors.FINISHED: "done", errors.FAULT: "fails", errors.USER_MISTAKE: "fails"}
@@ -55,32 +55,32 @@ def test_k8s_pod_that_is_preempted_costs_nothing_and_a_mistake_stays_one(what: s
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "job", "jobset"])
-def test_k8s_elastic_job_decides_as_another_and_is_done_once_one_pod_is(kind: str) -> None:
+def test_k8s_elastic_job_is_done_once_one_pod_is(kind: str) -> None:
     plain, elastic = owner(kind), owner(f"{kind}+elastic")
     assert [verdict(elastic, code) for code in OURS] == [verdict(plain, code) for code in OURS]
     if kind == "pytorchjob":
         assert (list(elastic["spec"]["pytorchReplicaSpecs"]), elastic["spec"]["elasticPolicy"]) == (["Worker"], {})
     else:
         job = spec_of_job(elastic)
-        assert job["completions"] == job["parallelism"] == 3  # a cluster takes other numbers only where both are equal
+        assert job["completions"] == job["parallelism"] == 3  # a cluster lets users change them only if both are equal
         assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
 
 
 def spec_of_job(job: Object) -> Object:
-    """The spec of a Job, also of the one in a JobSet."""
+    """Return the spec of a Job, or of the Job in a JobSet."""
     return job["spec"] if job["kind"] == "Job" else job["spec"]["replicatedJobs"][0]["template"]["spec"]
 
 
 @pytest.mark.parametrize("what", ["job.yaml", "jobset.yaml"])
-def test_k8s_lines_for_newer_clusters_restart_what_is_worth_it(what: str) -> None:
-    """The lines to remove a # from: an older kubectl refuses the file with them."""
+def test_k8s_lines_for_newer_clusters_restart_codes_to_retry(what: str) -> None:
+    """These lines are commented out, because an older kubectl would refuse the file with them."""
     text = (K8S / what).read_text()
     newer = re.sub(r"(?m)^( +)# (restartPolicy\w*: )", r"\1\2", text)
     job = spec_of_job(next(yaml.safe_load_all(newer)))
     (container,) = job["template"]["spec"]["containers"]
     assert container["restartPolicy"] == "Never"
     (rule,) = container["restartPolicyRules"]
-    again = {code for code in OURS | {KILLED} if errors.worth_restarting(code)} - {errors.LEFT_OUT}  # not on that node
+    again = {code for code in OURS | {KILLED} if errors.worth_restarting(code)} - {errors.LEFT_OUT}  # needs a new node
     assert rule == {"action": "Restart", "exitCodes": {"operator": "In", "values": sorted(again)}}
     whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "rankup"}, "spec": job}
     kubernetes_validate.validate(whole, "1.35", strict=True)

@@ -1,4 +1,4 @@
-"""k8s/skypilot.yaml: what SkyPilot itself reads there, when it goes on, and what its nodes run."""
+"""SkyPilot accepts k8s/skypilot.yaml, retries the right exit codes, and its nodes train to the host's weights."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from tests.rigs.kube import K8S
 
 FILE = K8S / "skypilot.yaml"
 PACKAGE = Path(sys.prefix) / "skypilot"
-# In a process of its own: its packages are older than ours. The second half asks what SkyPilot does with exit codes
+# A separate process, because SkyPilot's packages are older than ours. The loop asks which exit codes SkyPilot retries
 READ = """
 import json, sys, sky
 from sky.jobs.recovery_strategy import StrategyExecutor
@@ -38,7 +38,7 @@ JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 60"
 
 
 def read(folder: Path, text: str, codes: object = ()) -> subprocess.CompletedProcess[str]:
-    """What SkyPilot's own parser makes of a file with this text."""
+    """Run SkyPilot's own parser on a file with this text."""
     if not PACKAGE.exists():
         pytest.skip(f"no SkyPilot in {PACKAGE}: make venv-tests puts it there")
     (folder / "task.yaml").write_text(text)
@@ -48,8 +48,8 @@ def read(folder: Path, text: str, codes: object = ()) -> subprocess.CompletedPro
     return subprocess.run(words, env=environment(env), cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_k8s_skypilot_reads_its_file_and_goes_on_where_that_helps(tmp_path: Path) -> None:
-    """With the codes of both nodes: SkyPilot gives 137 to those that it stops because another one has ended."""
+def test_k8s_skypilot_accepts_its_file_and_retries_the_right_codes(tmp_path: Path) -> None:
+    """Each list has the codes of both nodes. A node that SkyPilot stops because the other one ended has 137."""
     helps = [[code, 137] for code in (STOPPED, JOIN_FAILED, PEER_LOST)]
     done = read(tmp_path, FILE.read_text(), [*helps, [STOPPED, STOPPED], [USER_MISTAKE, 137], [FAULT, 137], [20, 137]])
     assert done.returncode == 0, done.stderr
@@ -63,7 +63,7 @@ def test_k8s_skypilot_reads_its_file_and_goes_on_where_that_helps(tmp_path: Path
 
 
 def node(folder: Path, rank: int, job: Job, **env: str) -> None:
-    """Start what SkyPilot runs on a node, with the variables that it sets there."""
+    """Start the command that SkyPilot runs on a node, with the variables that it sets."""
     task = yaml.safe_load(FILE.read_text())
     sky = {
         "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NUM_NODES": "2",
@@ -78,7 +78,7 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-# Of the job's variables SkyPilot leaves these where its nodes are Slurm's
+# Variables of the Slurm job that SkyPilot keeps if its nodes come from Slurm
 ON_SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOBID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_NNODES": "2"}
 
 
@@ -95,7 +95,7 @@ def test_k8s_skypilot_nodes_train_to_the_weights_of_the_host(forks: Forks, tmp_p
     assert (done["digest"], done["world_size"]) == (digest, 4)
 
 
-def test_k8s_skypilot_sees_the_code_of_a_mistake(tmp_path: Path) -> None:
+def test_k8s_skypilot_gets_the_exit_code_of_a_mistake(tmp_path: Path) -> None:
     job = Job()
     with ended(job):
         node(checkout(tmp_path), 0, job, NPROC="0")

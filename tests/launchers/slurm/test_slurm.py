@@ -1,4 +1,4 @@
-"""sbatch slurm/ddp.sbatch and simple.sbatch on a real Slurm of two nodes: the same weights as on the host."""
+"""slurm/ddp.sbatch and simple.sbatch give the host's weights on a real Slurm of two nodes."""
 
 import re
 from collections.abc import Callable
@@ -18,20 +18,20 @@ LONG = RUN.replace("--max-steps 60", "--max-steps 1000 --log-every-steps 5 --eva
 
 @pytest.fixture(scope="session")
 def digests(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """On this machine, by the number of processes."""
+    """The digests of the same jobs on this machine, by number of ranks."""
     make, long = tmp_path_factory.mktemp, LONG.replace(" --run-dir runs", "")
     return {2: digest_by_forks(forks, make("two"), long), 4: digest_by_forks(forks, make("four"), JOB, nproc=4)}
 
 
-# One rank on each node: all of test_slurm_ends.py
-def test_slurm_doctor_looks_first_and_two_nodes_train_to_the_weights_of_the_host(
+# test_slurm_ends.py has one rank on each node
+def test_slurm_doctor_runs_before_two_nodes_train_to_the_weights_of_the_host(
     cluster: Cluster, digests: dict[int, str], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     job = cluster.submit(tmp_path, RUN, "--ntasks-per-node=2", DOCTOR="1")
     assert job.wait() == "COMPLETED", job.log()
     fit, trained = job.output.index("doctor: fit to train"), job.output.index("training")
     assert fit < trained, job.output
-    said = " ".join(job.output.replace("[node0 r0/4]", "").split())  # a long line is wrapped
+    said = " ".join(job.output.replace("[node0 r0/4]", "").split())  # undo the wrapping of long lines
     link = r"between nodes: slowest \S+ .B/s, from rank \d on node([01]) to rank \d on node(?!\1)[01];"
     assert re.search(link, said), job.output
     result = job.result()
@@ -40,11 +40,11 @@ def test_slurm_doctor_looks_first_and_two_nodes_train_to_the_weights_of_the_host
     assert "on node0, node1" in job.output
 
 
-# For who does not submit from the checkout
+# A user who does not submit from the checkout needs this
 ON_PATH = {"PYTHONPATH": str(SIMPLE.parents[1])}
 
 
-def test_slurm_simple_file_saves_when_it_is_stopped_and_goes_on_by_its_name_to_the_weights_of_the_host(
+def test_slurm_simple_file_saves_on_sigterm_and_a_new_job_resumes_by_name(
     cluster: Cluster, digests: dict[int, str], tmp_path: Path
 ) -> None:
     job = cluster.submit(tmp_path, LONG, file=SIMPLE, **ON_PATH)

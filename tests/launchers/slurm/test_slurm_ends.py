@@ -1,4 +1,4 @@
-"""Slurm jobs signalled, requeued, killed and cut off for real: all reach the weights of a run that was left alone."""
+"""Real Slurm jobs are signalled, requeued, killed and cut off, and reach the weights of an undisturbed run."""
 
 import shutil
 from pathlib import Path
@@ -24,10 +24,10 @@ def slow_steps(tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests/rigs/slow_steps.py", tmp_path)
 
 
-def test_slurm_job_whose_rank_agent_and_node_are_killed_and_that_is_stopped_twice_ends_as_an_undisturbed_one(
+def test_slurm_job_with_kills_and_stops_has_the_undisturbed_digest(
     cluster: Cluster, forks: Forks, tmp_path: Path
 ) -> None:
-    """Stopped by a signal to each task, and by an operator's requeue. By a warning before the time ends: below."""
+    """A rank, an agent and a node are killed. A signal to each task and an operator's requeue stop the job."""
     job = cluster.submit(tmp_path, RUN)
     job.wait_for_step(30)
     job.kill_rank("node1")
@@ -44,23 +44,23 @@ def test_slurm_job_whose_rank_agent_and_node_are_killed_and_that_is_stopped_twic
         wait_for("the requeue", lambda number=number: job.show()["Restarts"] >= str(number), log=job.log)
         job.go_on()
     job.wait_for_step(275)
-    # One log for all starts, and a save of its own for each request
+    # All starts write to one log, and each stop made its own save
     assert job.output.count("saved at step") == 2
     cluster.local("kill", "node1")
     wait_for("the requeue", lambda: job.show()["JobState"] == "PENDING", log=job.log)
     cluster.local("start", "node1")
     assert job.wait() == "COMPLETED", job.log()
     assert job.result()["digest"] == digest_by_forks(forks, tmp_path / "undisturbed", f"{JOB} --name job")
-    # Slurm itself requeues for an operator and for a lost node, the job for a signal. Slurm may tell the new node a
-    # minute later what it could not tell the dead one, or run no step there at first: then the job does once more
+    # Slurm itself requeues for the operator and for the lost node, and the job requeues for the signal. The job may
+    # requeue once more: Slurm may send the dead node's signal to the new node a minute later, or run no step there yet
     assert int(job.show()["Restarts"]) == 2 + job.output.count("slurm: requeued"), job.log()
 
 
-def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cluster, tmp_path: Path) -> None:
+def test_slurm_end_of_time_requeues_and_scancel_does_not(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path, ENDLESS, "--time=30", "--signal=B:USR1@45")
     job.wait_for_step(50)
-    # From now on a minute or two, however long the start took. Slurm looks every half minute, so it signals 45 to 75 s
-    # before the end, and there is something to save
+    # However long the start took, one to two minutes are left now. Slurm checks every half minute, so its signal comes
+    # 45 to 75 s before the end, and the job has steps to save
     hours, minutes, _ = job.show()["RunTime"].split(":")
     cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
     wait_for("the requeue", lambda: job.show()["Restarts"] == "1", log=job.log)
@@ -76,8 +76,8 @@ def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cl
     assert job.output.count("saved at step") == 2, job.output
 
 
-def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster: Cluster, tmp_path: Path) -> None:
-    """A job of one node: its rank lives on there, while Slurm starts the job again on the other."""
+def test_slurm_job_never_trains_twice_when_the_daemon_of_its_node_dies(cluster: Cluster, tmp_path: Path) -> None:
+    """The job has one node. Its rank lives on there, while Slurm starts the job again on the other node."""
     job = cluster.submit(tmp_path, ENDLESS, "--nodes=1", "--nodelist=node0", MAX_RESTARTS="0")
     job.wait_for_step(50)
     (rank,) = job.ranks("node0")
@@ -90,10 +90,10 @@ def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster:
         assert "is owned by a live attempt" in job.output
         assert rank.is_running()
         before = job.step()
-        wait_for("more steps of the first", lambda: job.step() > before, log=job.log)
-        # Nor does it requeue what is no longer its job
+        wait_for("more steps of the first start", lambda: job.step() > before, log=job.log)
+        # The first start must not requeue a job that is no longer its own
         job.kill_agent("node0")
-        wait_for("the end of the first", lambda: not cluster.processes(), log=lambda: str(cluster.processes()))
+        wait_for("the end of the first start", lambda: not cluster.processes(), log=lambda: str(cluster.processes()))
         assert job.show()["JobState"] == "FAILED"
     finally:
         cluster.local("start-slurmd", "node0")

@@ -1,4 +1,4 @@
-"""The files for Slurm without a Slurm: the lines that sbatch reads, and the command lines that follow from them."""
+"""The files for Slurm, tested without a Slurm: the lines that sbatch reads, and the command lines that they build."""
 
 import os
 import re
@@ -19,8 +19,8 @@ COMMON = {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time", "part
     [(DDP, {*COMMON, "account", "requeue", "open-mode"}), (SIMPLE, {*COMMON, "gpus-per-node"})],
     ids=["ddp", "simple"],
 )
-def test_slurm_every_sbatch_line_is_one_that_sbatch_reads(file: Path, options: set[str]) -> None:
-    """Misspelled, or behind the first command, it is a comment, and nobody says so."""
+def test_slurm_sbatch_lines_have_options_that_sbatch_reads(file: Path, options: set[str]) -> None:
+    """A line that is misspelled or after the first command would silently be a comment."""
     lines = file.read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     found = [(number, line) for number, line in enumerate(lines) if re.match(r"#+\s*SBATCH", line, re.IGNORECASE)]
@@ -37,7 +37,7 @@ def test_slurm_every_sbatch_line_is_one_that_sbatch_reads(file: Path, options: s
 def task(
     folder: Path, script: str, *words: str, program: str = "python", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """slurm/task.sh with this script in place of Python, or of another program."""
+    """Run slurm/task.sh with this shell script in place of `program`."""
     (folder / program).write_text(f"#!/bin/bash\necho start >> {folder}/starts\n{script}\n")
     (folder / program).chmod(0o755)
     env = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(folder / "python"), **env}
@@ -54,8 +54,8 @@ def test_slurm_apptainer_runs_the_agent_in_each_task(gpus: bool, tmp_path: Path)
     ]
 
 
-def test_slurm_task_leaves_slurms_numbers_to_the_agent(tmp_path: Path) -> None:
-    """Those that a container's hook or an earlier launcher left go; the package is found in any folder."""
+def test_slurm_task_passes_slurms_variables_and_drops_other_launchers(tmp_path: Path) -> None:
+    """A container's hook or an earlier launcher may have set the others. PYTHONPATH leads to rankup from any folder."""
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "99", "GROUP_RANK": "1", "SLURM_PROCID": "5"}
     done = task(tmp_path, "env; exit 0", **env)
     seen = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
@@ -72,7 +72,7 @@ def test_slurm_task_leaves_slurms_numbers_to_the_agent(tmp_path: Path) -> None:
     ],
     ids=["finished", "mistake", "stopped", "gave up", "killed", "a stop was on its way"],
 )
-def test_slurm_task_starts_an_agent_again_where_that_may_help(
+def test_slurm_task_restarts_an_agent_after_codes_to_retry(
     end: str, code: int, starts: int, tmp_path: Path
 ) -> None:
     done = task(tmp_path, end, MAX_RESTARTS="2")

@@ -1,4 +1,4 @@
-"""Somebody's script, unchanged, by SCRIPT=... sbatch on a real Slurm of two nodes: the weights as with torchrun."""
+"""SCRIPT=... sbatch runs another project's unchanged script on a real Slurm, with the same weights as torchrun."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 @again_if_aborted
 def test_slurm_runs_lightnings_trainer(cluster: Cluster, once: Once, forks: Forks, tmp_path: Path) -> None:
-    """It looks for Slurm's variables itself, and must not take the job for one of its own."""
+    """Lightning reads Slurm's variables itself, and must not use its own Slurm support here."""
     line = " ".join([*words("before_lightning", tmp_path), "--devices 1 --num-nodes 2"])
     job = cluster.submit(tmp_path, "", SCRIPT=f"--run-dir runs --name job {line}")
     assert job.wait() == "COMPLETED", job.log()

@@ -1,4 +1,4 @@
-"""slurm/ddp.sbatch without a Slurm: what it does with each end of a step, each signal, and each answer of Slurm."""
+"""slurm/ddp.sbatch, tested without a Slurm: its reactions to each end of a step, signal and answer of Slurm."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 
 from tests.rigs.jobs import ROOT, wait_for
 
-# Writes down each call, and answers as the files in $STUB say. A step of agents ends with the next line of `codes`
+# The stub records each call, and answers from the files in $STUB. A step of agents ends with the next line of `codes`
 SRUN = r"""#!/bin/bash
 echo "$*" >> "$STUB/steps"
 case "$*" in
@@ -46,7 +46,7 @@ TRAIN = f"{TASK} {ROOT}/train/main.py train"
 
 
 class Started:
-    """ddp.sbatch in a folder of its own, with stubs of srun and scontrol on its PATH. Its run is at step 40."""
+    """ddp.sbatch in its own folder, with stubs of srun and scontrol in PATH."""
 
     def __init__(self, folder: Path, codes: str, **env: str) -> None:
         self.folder, self.run_dir = folder, folder / "runs" / "slurm-7"
@@ -59,14 +59,14 @@ class Started:
         self.env = {**SETTINGS, "PATH": f"{folder}:{os.environ['PATH']}", "STUB": str(folder), **env}
 
     def at(self, step: int) -> None:
-        """The run has a checkpoint of this step."""
+        """Give the run a checkpoint of this step."""
         (self.run_dir / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(["bash", DDP, *words], env=self.env, cwd=self.folder, stderr=subprocess.PIPE, text=True)
 
     def run(self, *words: str) -> tuple[int, str]:
-        """Its exit code, and what it said."""
+        """Run the file. Return its exit code and what it printed to stderr."""
         process = self.start(*words)
         said = process.communicate(timeout=240)[1]
         return process.returncode, said
@@ -76,7 +76,7 @@ class Started:
         return path.read_text().splitlines() if path.exists() else []
 
     def trained(self) -> list[str]:
-        """The steps of agents that were no doctors: srun's words."""
+        """Return srun's arguments of each step of agents, except the doctor's."""
         return [line for line in self.lines("steps") if "task.sh" in line and "main.py doctor" not in line]
 
     def requeued(self) -> list[str]:
@@ -86,10 +86,10 @@ class Started:
 @pytest.mark.parametrize(
     ("code", "requeues"), [(0, 0), (1, 0), (2, 0), (75, 0), (137, 1), (170, 1), (171, 1), (143, 1)]
 )
-def test_slurm_job_ends_with_the_code_of_its_agents_and_is_requeued_where_that_may_help(
+def test_slurm_job_ends_with_its_agents_code_and_requeues_codes_to_retry(
     code: int, requeues: int, tmp_path: Path
 ) -> None:
-    """143 without a signal: the agents were stopped by somebody else, and a requeue goes on later."""
+    """143 without a signal to the job means that somebody else stopped the agents. A requeue resumes the job."""
     job = Started(tmp_path, str(code))
     job.at(40)
     end, said = job.run("--lr", "1")
@@ -100,10 +100,10 @@ def test_slurm_job_ends_with_the_code_of_its_agents_and_is_requeued_where_that_m
 
 
 @pytest.mark.parametrize(("ended", "code", "requeues"), [("0", 0, 0), ("1", 1, 0), ("", 137, 1)])
-def test_slurm_job_whose_nodes_come_and_go_ends_as_its_agents_say(
+def test_slurm_elastic_job_ends_with_the_code_that_its_agents_wrote(
     ended: str, code: int, requeues: int, tmp_path: Path
 ) -> None:
-    """srun's code is that of a lost node. No agent says how a job ended that goes on later."""
+    """srun's own code is that of a lost node. Agents write no code if the job is to be resumed."""
     job = Started(tmp_path, "137", NNODES="3:4")
     if ended:
         (tmp_path / "ended").write_text(f"{ended}\n")
@@ -118,10 +118,10 @@ def test_slurm_job_whose_nodes_come_and_go_ends_as_its_agents_say(
     ("code", "nodes", "requeues"),
     [(0, "big8,big9", 1), (0, "big7,big8", 0), (1, "big8,big9", 1), (171, "big8,big9", 0)],
 )
-def test_slurm_agents_that_have_finished_requeue_a_job_that_has_lost_its_first_node(
+def test_slurm_finished_agents_requeue_a_job_without_its_first_node(
     code: int, nodes: str, requeues: int, tmp_path: Path
 ) -> None:
-    """Slurm lets it hold the other nodes, without its batch script, to the end of its time."""
+    """Without its batch script, Slurm would let the job hold the other nodes to the end of its time."""
     (tmp_path / "state").write_text(f"ExcNodeList=(null) NodeList={nodes} BatchHost=big7")
     agent = tmp_path / "agent"
     agent.write_text(f"#!/bin/sh\nexit {code}\n")
@@ -133,14 +133,14 @@ def test_slurm_agents_that_have_finished_requeue_a_job_that_has_lost_its_first_n
     assert ended.exists() == (code < 128)
 
 
-def test_slurm_script_of_ones_own_gets_its_arguments_as_they_are(tmp_path: Path) -> None:
-    """In an array too: it reads the number of its task itself."""
+def test_slurm_own_script_gets_its_arguments_unchanged(tmp_path: Path) -> None:
+    """So it does in an array: the script reads the number of its array task itself."""
     job = Started(tmp_path, "0", SCRIPT="--max-restarts 1 --name x job.py", **ARRAY)
     assert job.run("--lr", "1", "a b")[0] == 0
     assert job.trained()[0].endswith(f"{TASK} --max-restarts 1 --name x job.py --lr 1 a b")
 
 
-def test_slurm_counts_come_from_the_allocation_and_pyxis_gets_its_image(tmp_path: Path) -> None:
+def test_slurm_step_gets_counts_of_the_allocation_and_the_image_for_pyxis(tmp_path: Path) -> None:
     image = "registry.example.org#me/rankup:1"
     tasks = {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
     job = Started(tmp_path, "0", SLURM_GPUS_ON_NODE="4", IMAGE=image, **tasks)
@@ -155,8 +155,8 @@ def test_slurm_counts_come_from_the_allocation_and_pyxis_gets_its_image(tmp_path
     assert line.endswith(f"{ROOT}/slurm/task.sh --nproc 4 {ROOT}/train/main.py train --epochs 9")
 
 
-def test_slurm_job_that_asked_for_gpus_in_all_asks_no_number_of_each_node(tmp_path: Path) -> None:
-    """Slurm may have given one node more of them than another."""
+def test_slurm_job_with_a_total_of_gpus_asks_for_no_number_per_node(tmp_path: Path) -> None:
+    """Slurm may have given the nodes different numbers of GPUs."""
     job = Started(tmp_path, "0", SLURM_GPUS_ON_NODE="4", SLURM_GPUS="6")
     assert job.run()[0] == 0
     assert "--gpus" not in job.trained()[0]
@@ -165,7 +165,7 @@ def test_slurm_job_that_asked_for_gpus_in_all_asks_no_number_of_each_node(tmp_pa
 @pytest.mark.parametrize("tasks", [
     {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}, {"SLURM_NTASKS_PER_NODE": "2"},
 ], ids=["all", "per-node"])
-def test_slurm_node_without_gpus_has_as_many_processes_as_tasks(tasks: dict[str, str], tmp_path: Path) -> None:
+def test_slurm_node_without_gpus_has_one_rank_for_each_task(tasks: dict[str, str], tmp_path: Path) -> None:
     job = Started(tmp_path, "0", **tasks)
     assert job.run()[0] == 0
     assert job.trained()[0].endswith(f"{ROOT}/slurm/task.sh --nproc 2 {ROOT}/train/main.py train")
@@ -174,8 +174,8 @@ def test_slurm_node_without_gpus_has_as_many_processes_as_tasks(tasks: dict[str,
 @pytest.mark.parametrize(
     ("number", "requeues"), [(signal.SIGUSR1, 1), (signal.SIGUSR2, 1), (signal.SIGTERM, 0)], ids=str
 )
-def test_slurm_signal_reaches_the_ranks_and_only_a_warning_requeues(number: int, requeues: int, tmp_path: Path) -> None:
-    """TERM comes from scancel, a time limit or a requeue: Slurm itself decides what follows."""
+def test_slurm_signals_reach_the_ranks_and_only_warnings_requeue(number: int, requeues: int, tmp_path: Path) -> None:
+    """SIGTERM comes from scancel, a time limit or a requeue, and Slurm itself decides what follows."""
     job = Started(tmp_path, "waits")
     job.at(40)
     process = job.start()
@@ -188,7 +188,7 @@ def test_slurm_signal_reaches_the_ranks_and_only_a_warning_requeues(number: int,
 
 
 @pytest.mark.parametrize(("number", "requeues"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
-def test_slurm_signal_before_the_ranks_start_keeps_them_from_it(number: int, requeues: int, tmp_path: Path) -> None:
+def test_slurm_signal_before_the_ranks_start_prevents_the_start(number: int, requeues: int, tmp_path: Path) -> None:
     (tmp_path / "probe").write_text('touch "$STUB/probing"; until [[ -e $STUB/go ]]; do sleep 0.02; done\n')
     job = Started(tmp_path, "0")
     process = job.start()
@@ -214,7 +214,7 @@ def test_slurm_job_that_fails_again_at_the_same_step_is_not_requeued(
     assert mark.read_text() == "40\n"
 
 
-GONE = "this process ends"  # as on a node that Slurm took for lost: the job has begun anew elsewhere, or is over
+GONE = "this process ends"  # on a node that Slurm thought lost: the job runs elsewhere, or is over
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ GONE = "this process ends"  # as on a node that Slurm took for lost: the job has
         ("Restarts=0 JobState=RUNNING", ARRAY, 143, ["requeue 7_3"], "requeued at step 0"),
     ],
 )
-def test_slurm_start_requeues_its_own_job_alone_and_no_more_often_than_it_may(
+def test_slurm_start_requeues_only_its_own_job_and_within_its_limit(
     state: str, env: dict[str, str], code: int, requeued: list[str], says: str, tmp_path: Path
 ) -> None:
     (tmp_path / "state").write_text(f"{state}\n")
@@ -240,7 +240,7 @@ def test_slurm_start_requeues_its_own_job_alone_and_no_more_often_than_it_may(
 
 
 @pytest.mark.parametrize("probe", ["sleep 60", "exit 1"])
-def test_slurm_job_whose_nodes_give_no_step_is_requeued(probe: str, tmp_path: Path) -> None:
+def test_slurm_job_whose_nodes_run_no_first_step_is_requeued(probe: str, tmp_path: Path) -> None:
     (tmp_path / "probe").write_text(f"{probe}\n")
     job = Started(tmp_path, "0", FIRST_STEP_S="1")
     code, said = job.run()
@@ -284,5 +284,5 @@ def test_slurm_doctor_decides_whether_the_job_trains(
         ({"SLURM_JOB_ID": ""}, "this is a batch file: sbatch slurm/ddp.sbatch"),
     ],
 )
-def test_slurm_setting_that_can_not_be_is_refused(env: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_slurm_setting_with_an_impossible_value_is_refused(env: dict[str, str], says: str, tmp_path: Path) -> None:
     assert Started(tmp_path, "0", **env).run() == (2, f"slurm: {says}\n")

@@ -1,4 +1,4 @@
-"""Several Slurm jobs at once, arrays, and the mistakes that a user can make: each its own message and state."""
+"""Job arrays, whose tasks train at the same time, and a Slurm that starts over files of an earlier one."""
 
 import json
 import shutil
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --max-steps 60 --tensorboard=false"
 
 
-def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, forks: Forks, tmp_path: Path) -> None:
-    """Two jobs at once on the same two nodes: neither their ports nor their runs meet."""
+def test_slurm_array_trains_one_seed_in_each_task(cluster: Cluster, forks: Forks, tmp_path: Path) -> None:
+    """Both jobs run at once on the same two nodes, and share neither a port nor a run."""
     first = cluster.submit(tmp_path, f"{JOB} --run-dir runs", "--array=3-4")
     for index in (3, 4):
         job = type(first)(cluster, f"{first.number}_{index}", tmp_path)
@@ -31,9 +31,9 @@ def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, f
     assert len({text.split("master node0:")[1].split(";")[0] for text in outputs}) == 2, outputs
 
 
-def test_slurm_comes_up_over_what_a_machine_that_went_down_left(cluster: Cluster) -> None:
-    """Its files name processes that are others' by now, and a file has the name of the network, which is gone."""
-    del cluster  # there is a Slurm, and it holds a number
+def test_slurm_starts_over_files_left_by_a_crash(cluster: Cluster) -> None:
+    """The pids in these files now belong to other processes, and a file has the name of the lost network."""
+    del cluster  # only its existence matters: it holds a number
     another = Cluster()
     innocent = subprocess.Popen(["sleep", "600"])
     try:

@@ -1,5 +1,5 @@
-"""A job of two to three nodes loses one, goes on with two at once, and with three once it is requeued: on the curve of
-one process."""
+"""A job of two to three nodes loses a node, continues with two at once, and with three after a requeue. Its losses stay
+those of one process."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.rigs.slurm_cluster import Cluster, why_not
 
 pytestmark = pytest.mark.timeout(1200)
 STEPS = 200
-# Without dropout, which each rank draws for itself. Accumulated, so that a step takes some time
+# No dropout, which differs on each rank. Gradients are accumulated, so that a step takes some time
 LINE = (
     f"--dataset digits --model mlp --lr 0.02 --schedule constant --max-steps {STEPS} --epochs 1000 --accumulate 4 "
     "--log-every-steps 1 --evaluate-every-epochs 1000 --tensorboard=false --run-dir runs --name job"
@@ -37,7 +37,7 @@ def three() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The loss of each step of one process."""
+    """The losses of all steps of one process."""
     folder = tmp_path_factory.mktemp("alone")
     codes, output = forks.run("train", *LINE.split(), cwds=[folder])
     assert codes == [0], output
@@ -45,12 +45,12 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]
 
 
 def worlds(folder: Path) -> list[int]:
-    """How many ranks trained, from the first to the last change."""
+    """Return the numbers of ranks that trained, from the first to the last."""
     lines = (folder / "runs" / "job" / "metrics.jsonl").read_text().splitlines()
     return [number for number, _ in groupby(json.loads(line)["job/ranks"] for line in lines if '"job/ranks"' in line)]
 
 
-def test_slurm_job_of_two_to_three_nodes_loses_one_and_gets_it_back(
+def test_slurm_elastic_job_loses_a_node_and_gets_it_back(
     three: Cluster, alone: list[float], tmp_path: Path
 ) -> None:
     three.idle()
@@ -64,7 +64,7 @@ def test_slurm_job_of_two_to_three_nodes_loses_one_and_gets_it_back(
     line = f"{LINE} --workload slow:build"
     job = three.submit(tmp_path, line, "--no-kill", "--nodes=2-3", NNODES="2:3", RANKUP_SECRET_FILE=str(secret))
     job.wait_for_step(20)
-    # The third may have come seconds after the others, which then began without it
+    # The third node may come seconds later, and the others then begin without it
     wait_for("three nodes", lambda: worlds(tmp_path)[-1] == 3, log=job.log)
     three.local("kill", "node2")
     wait_for("a step of two nodes", lambda: worlds(tmp_path)[-2:] == [3, 2], log=job.log)

@@ -1,4 +1,4 @@
-"""A BERT classifier by transformers' Trainer, which finds the other processes by itself. The tokens are made up."""
+"""A BERT classifier with transformers' Trainer, which finds the other processes itself. The tokens are random."""
 
 import argparse
 import hashlib
@@ -9,7 +9,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 
 class Tokens(torch.utils.data.Dataset):
-    """Texts of 16 tokens; the label says whether the first is one of the first half of the vocabulary."""
+    """Texts of 16 tokens. The label says whether the first token is from the first half of the vocabulary."""
 
     def __init__(self, size):
         self.ids = torch.randint(4, 100, (size, 16), generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,6 @@
-"""A script that saves with torch.distributed.checkpoint (DCP) and, started again, goes on from its newest checkpoint.
+"""A script that saves with torch.distributed.checkpoint (DCP), and resumes from its newest checkpoint.
 
-Checkpoints are its own affair: it names, finds and publishes them.
-"""
+It names, finds and publishes its checkpoints itself."""
 
 import argparse
 import hashlib
@@ -35,7 +34,7 @@ def main():
     net = DistributedDataParallel(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     start = 0
-    # DCP writes .metadata last: a folder with it is complete
+    # DCP writes .metadata last: a folder that has it is complete
     complete = [found.parent for found in args.checkpoint_dir.glob("step-*/.metadata")]
     if complete:
         newest = max(complete)
@@ -46,7 +45,7 @@ def main():
         print(f"rank {rank} goes on from {newest.name}", flush=True)
 
     for step in range(start + 1, args.steps + 1):
-        torch.manual_seed(1000 * step + rank)  # the same samples of a step, however often it is done
+        torch.manual_seed(1000 * step + rank)  # a repeated step gets the same samples
         loss = nn.functional.cross_entropy(net(torch.rand(16, 64)), torch.randint(10, (16,)))
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,4 @@
-"""A script from the time of `python -m torch.distributed.launch`: it is given its local rank as an argument."""
+"""A script from the time of `python -m torch.distributed.launch`: it gets its local rank as an argument."""
 
 import argparse
 import hashlib
@@ -10,7 +10,7 @@ from torch import nn
 
 def main():
     parser = argparse.ArgumentParser()
-    # Launchers before torch 2.0 wrote it with an underscore
+    # Launchers before torch 2.0 wrote the option with an underscore
     parser.add_argument("--local_rank", "--local-rank", type=int, required=True)
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()

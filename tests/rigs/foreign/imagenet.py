@@ -1,8 +1,7 @@
-"""In the manner of PyTorch's ImageNet example: one process is started on each node, and it spawns that node's workers.
+"""Like PyTorch's ImageNet example: each node runs one process, which spawns that node's workers.
 
 The arguments are the example's: with --multiprocessing-distributed, --world-size and --rank count nodes, and -1 means
-"from the environment". The images are fake, and the model is small.
-"""
+"from the environment". The images are random, and the model is small."""
 
 import argparse
 import hashlib
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-WORKERS_OF_A_NODE = 2  # where there are no GPUs to count
+WORKERS_OF_A_NODE = 2  # if there are no GPUs to count
 
 parser = argparse.ArgumentParser(description="ImageNet-like training")
 parser.add_argument("-b", "--batch-size", default=16, type=int, help="of all workers of a node together")

@@ -1,4 +1,4 @@
-"""The data, the model and the criterion of the scripts `before_*.py`, and of their workload."""
+"""The data, model and criterion of the scripts `before_*.py` and of their workload."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 
 
 class Rings(Dataset):
-    """Points of the plane, and whether each lies on the inner disc or on the ring around it."""
+    """Points of the plane. The label says whether a point lies on the inner disc or on the ring around it."""
 
     def __init__(self, count, seed):
         generator = torch.Generator().manual_seed(seed)

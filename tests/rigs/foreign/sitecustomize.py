@@ -1,4 +1,4 @@
-"""For fresh interpreters that import much: with torch the collector takes two of five CPU seconds, one at the end."""
+"""For interpreters that import much: garbage collection takes two of torch's five CPU seconds, one at the end."""
 
 import atexit
 import gc

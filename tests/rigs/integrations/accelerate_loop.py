@@ -1,4 +1,4 @@
-"""A loop of Accelerate, with rankup's lines: the loader is not given to Accelerate."""
+"""A loop with Accelerate and rankup's lines: the loader is not given to Accelerate."""
 
 import torch
 from accelerate import Accelerator

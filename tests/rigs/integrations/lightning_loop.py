@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a dropout, a schedule and a validation, and rankup's callback."""
+"""Lightning's Trainer with dropout, a schedule, a validation, and rankup's callback."""
 
 import os
 import warnings
@@ -31,7 +31,7 @@ class Classifier(L.LightningModule):
 
 
 def main():
-    warnings.simplefilter("ignore")  # Lightning's advice
+    warnings.simplefilter("ignore")  # Lightning gives advice as warnings
     job = rankup.init(run="runs/lightning")
     dataset = TensorDataset(torch.rand(240, 16), torch.randint(4, (240,)))
     module = Classifier()

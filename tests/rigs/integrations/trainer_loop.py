@@ -1,6 +1,5 @@
-"""A BERT classifier by transformers' Trainer, with dropout, a batch norm, values of numpy's, and rankup's callback. Its
-schedule follows the evaluation after each step. The Trainer writes checkpoints of its own beside ours. Rank 1 is slow.
-"""
+"""A BERT classifier with transformers' Trainer, dropout, batch norm, random values of numpy, and rankup's callback. The
+schedule follows the evaluation after each step. The Trainer also writes its own checkpoints. Rank 1 is slow."""
 
 import os
 import time
@@ -25,7 +24,7 @@ class OwnTrainer(Trainer):
 
 
 def main():
-    stragglers.WINDOW_S, stragglers.ROW = 0.2, 3  # in place of 5 and 10
+    stragglers.WINDOW_S, stragglers.ROW = 0.2, 3  # instead of 5 and 10
     job = rankup.init(run="runs/trainer", log_every_steps=2)
     args = TrainingArguments(
         output_dir="runs/trainer/own", num_train_epochs=3, per_device_train_batch_size=8, learning_rate=1e-3,
