@@ -187,9 +187,8 @@ class Saving:
             if self.tracked.split and not run.saver.sharded:
                 state = self.group.collective(lambda: gathered(state))
             if self.loader_states:
-                size = self.group.world_size
-                every = [self.group.broadcast_tensors(self.loader_states, source=rank) for rank in range(size)]
-                state[LOADERS] = {f"{rank} of {size}": states for rank, states in enumerate(every)}
+                every = self.group.gather_tensors(self.loader_states)
+                state[LOADERS] = {f"{rank} of {len(every)}": states for rank, states in enumerate(every)}
             # Write gathered state at once: another copy in memory would double its size
             may_go_on = not self.tracked.split or (run.saver.sharded and run.second_rank is None)
             self.group.on_rank0(self.reporting.metrics.flush)  # a resumed run does not repeat the saved steps

@@ -223,13 +223,7 @@ class StoreLease(Lease):
 
     def _take(self) -> None:
         self.claim(self.number + 1)
-        if self.place.create(_name(self.number), self._encoded(2)):
-            self.place.warn(
-                f"{self.where} has no conditional writes: two attempts that begin in the same second may both train"
-            )
-            time.sleep(self.beat_s)
-            if (owner := self._owner()).get("token") != self.token:
-                raise self._owned_by(owner)
+        self.place.must_refuse(_name(self.number))
 
     def _owner(self) -> Owner:
         return self.place.read_json(_name(self.number))
