@@ -1,5 +1,5 @@
-"""`rankup launch`: turns the command's options into the agent of this node, or into a series of agents, one for each
-part of a replay. No torch here."""
+"""`rankup launch`: runs the agent of this node with the command's options. With `--replay` it runs one agent after
+another, one for each number of ranks that an earlier run had. Imports no torch."""
 
 import asyncio
 import logging
@@ -23,8 +23,8 @@ log = logging.getLogger("rankup")
 
 
 def launch(given: Namespace) -> int:
-    """Run the agent of this node until the end of the job, or an agent for each part of a replay. `given`: the options.
-    Returns the exit code."""
+    """Run the agent of this node until the job ends. With `--replay`, run one agent for each part of an earlier run:
+    the steps in which its number of ranks was the same. `given`: the parsed options. Returns the exit code."""
     guard()
     if not given.replay:
         return _launch(given)
@@ -40,7 +40,7 @@ def launch(given: Namespace) -> int:
 
 
 def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
-    """Run the agent of this node until the end of the job. `stop_after`: the last step of this part of a replay."""
+    """Run the agent of this node until the job ends. `stop_after`: the last step of a part of a replay, or None."""
     least, most = given.nnodes or (0, 0)
     resizes = least < most or bool(least and given.spares)
     limits = Limits(least, most, given.wait_for_node, given.lost_after_s) if resizes else None
@@ -57,14 +57,14 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
         raise UserError("--replay must have a script that imports rankup: the steps of other scripts are unknown.")
     with disk_errors("--work-dir", Path(given.work_dir)):
         Path(given.work_dir).mkdir(parents=True, exist_ok=True)
-    if given.work_dir:  # Python will start there, so make relative folders absolute now
+    if given.work_dir:  # the ranks start in that folder, so make relative folders absolute now
         path = os.environ.get("PYTHONPATH")
         folders = [*([""] if given.module else []), *(path.split(os.pathsep) if path else [])]
         os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))
     options = Options(
         node=node, script=script, run_dir=given.runs / (given.name or node.run_name or script.run_name),
         stop_after=stop_after,
-        advice=lambda tail: import_module("rankup.explain").advice(tail),  # the import takes 50 ms
+        advice=lambda tail: import_module("rankup.explain").advice(tail),  # imported late: it takes 50 ms
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,
         shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
         restart_args=tuple(given.restart_args), work_dir=given.work_dir, fork=not given.no_fork,
@@ -79,7 +79,7 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
 
 
 def _changes(run: str, runs: Path) -> list[tuple[int, int]]:
-    """Return how many ranks the run had: pairs of a step and the number of ranks from that step on."""
+    """Return pairs of a step and the number of ranks from that step on, as the run's newest checkpoint lists them."""
     path = next((path for path in (Path(run), runs / run) if path.is_dir()), Path(run))
     whole = list_whole(path / "checkpoints")
     changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("world_sizes") if whole else None

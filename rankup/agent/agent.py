@@ -1,15 +1,15 @@
 """The agent of one node. It meets the other agents, starts this node's ranks, and reports their ends and stop requests.
 
-It lives as long as the job. Its event loop runs in one thread. Other threads read what scripts print that do not import
-rankup. The agent uses no device and does not import torch. A job whose number of nodes may change is called elastic.
+The agent lives as long as the job. Its event loop runs in one thread. Other threads read the output of scripts that do
+not import rankup. It uses no device and imports no torch. A job whose number of nodes may change is called elastic.
 
 | a rank fails           | its agent tells the leader, and the leader ends the membership. Every agent makes its ranks |
 |                        | leave and reports how each ended. The leader then starts a new membership or ends the job   |
-| an agent is lost       | the same, once its connection ends or it is silent too long. A new agent must take its place|
-| the leader is lost     | every agent makes its ranks leave, and looks for the leader until its time to join is over  |
-| ... in an elastic job  | a spare replaces a lost node, or nothing does. If the leader is lost, the next member leads |
-|                        | if one agent gets SIGTERM, its node saves together with the others and leaves for good      |
+| an agent is lost       | the same, once its connection ends or is silent too long. A new agent must replace it       |
+| the leader is lost     | every agent makes its ranks leave, and looks for a leader for --join-timeout-s at most      |
 | an agent gets a signal | the leader tells all agents, and each agent passes the signal on to its ranks               |
+| in an elastic job      | a spare replaces a lost node, or the job goes on with fewer. The next member replaces a     |
+|                        | lost leader. A node that gets SIGTERM saves together with the others and leaves for good    |
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class Agent:
         self.alone = self.node.num_nodes == 1
         self.ranks = Ranks(options, send=self.send, on_stop=self._on_signal, begin=self.begin, finish=self.finish)
         self.coordinator: Coordinator | None = None
-        self.port = 0  # where this agent listens as the leader, or tells callers who leads
-        self.places = dict[str, tuple[str, int]]()  # each node's last address, where its agent may be started again
+        self.port = 0  # where this agent serves members while it leads, and otherwise tells callers who leads
+        self.places = dict[str, tuple[str, int]]()  # each node's last address; a restarted agent may listen there
         self._leaves = False  # whether this node leaves for good while the job goes on
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # the address of another agent that says it leads
@@ -65,8 +65,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._on_signal, name)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP, and so must we
-            loop.add_signal_handler(signal.SIGHUP, self._on_signal, "SIGTERM")  # the terminal is gone
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP: do the same
+            loop.add_signal_handler(signal.SIGHUP, self._on_signal, "SIGTERM")  # the terminal was closed
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)  # batch systems may send it, and by default it kills
         try:
             await self.ranks.open()
@@ -85,9 +85,9 @@ class Agent:
             self.ranks.close()
 
     def _introduce(self, place: str) -> LeaderConnection:
-        """Describe this agent to the others. `place`: the id of the shared directory, see `id_of`; "" without one."""
+        """Return a connection that will describe this agent to the leader. `place`: what `id_of` returned, or ""."""
         node, limits, words = self.node, self.limits, self.options.script.words
-        # Send only a digest, because arguments may be long and may contain a secret
+        # Send only a digest of the arguments, because they may be long and may contain a secret
         settings = self.options.script.must_match()
         settings[ARGUMENTS] = hashlib.sha256(os.fsencode("\0".join(words))).hexdigest()[:16]
         if self.options.shared_dir:
@@ -107,7 +107,7 @@ class Agent:
         )
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task. An unexpected exception in the task ends the agent, because nobody awaits the task."""
+        """Start a task. If the task raises, `run` ends with the same exception, because nobody awaits the task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the event loop holds only weak references to tasks
         task.add_done_callback(self._done)
@@ -129,7 +129,7 @@ class Agent:
     # Who leads ------------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """Listen on MASTER_PORT, or on any free port if another agent needs it. Raises JoinError and UserError."""
+        """Listen on MASTER_PORT, or on any free port if another agent here needs it. Raises JoinError and UserError."""
         port = self.node.master_port
         if self.node.node_rank:
             try:  # node 0 or another agent may run on this machine too
@@ -141,6 +141,7 @@ class Agent:
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a member if this agent leads. Else say who leads, and note a caller that leads a newer membership."""
         if self.coordinator is not None:
             await self.coordinator.leader.accept(reader, writer)
             return
@@ -206,7 +207,7 @@ class Agent:
         return False
 
     async def _end(self, verdict: Verdict) -> None:
-        """Finish once the ranks have left. If a stop ends the job, ranks that lost a peer may still save the state."""
+        """Finish once the ranks have left: if a stop ends the job, ranks that lost a peer may still be saving."""
         await self.ranks.left()
         self.finish(verdict)
 
@@ -215,16 +216,15 @@ class Agent:
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
         if self.limits is None or self.connection.me.token in self.connection.basis["used"]:
-            await self.ranks.server.ready.wait()  # a spare starts no ranks, and so answers without waiting for imports
+            await self.ranks.server.ready.wait()  # a spare starts no ranks, so it does not wait for imports
         self.ranks.interface = {} if self.alone else interface_variables(os.environ, event["ip"])
         self.connection.ready(event["n"])
 
     # Stops ----------------------------------------------------------------------------------------------------------
 
     def _on_signal(self, name: str) -> None:
-        """Handle a signal to this agent or one of its ranks. The leader passes the first one on to all agents. If one
-        comes again after REPEAT_S, this agent ends at once. In an elastic job SIGTERM makes only this node leave. If no
-        leader is connected just then, `_leave` tells the next one."""
+        """Handle a signal that this agent or one of its ranks got. The leader passes it on to all agents. A signal more
+        than REPEAT_S later ends this agent at once. In an elastic job SIGTERM makes only this node leave (`_leave`)."""
         if name != "SIGUSR1":
             after_s = time.monotonic() - self._asked_s
             if self._asked_s and after_s > timing.REPEAT_S:
@@ -245,10 +245,10 @@ class Agent:
         self.begin(self._leave(verdict))
 
     async def _leave(self, verdict: Verdict) -> None:
-        """Leave once this node's ranks have stopped together with the others and a leader has heard that they did."""
+        """Leave once a leader knows that this node leaves and this node's ranks have stopped with all others."""
         await asyncio.sleep(timing.ENDING_S)  # if every node is asked to leave, the leader stops the whole job
         while not (self.send("leaving") and await self.ranks.ended_within(timing.ALIVE_S)):
-            await asyncio.sleep(timing.ENDING_S)  # the leader may have changed by then, so tell it again
+            await asyncio.sleep(timing.ENDING_S)  # another member may lead by now, so say it again
         if self.ranks.stopping:
             return  # the whole job stops, and the leader will say how it ends
         self.send("left")

@@ -32,10 +32,8 @@ async def id_of(shared_dir: str) -> str:
 
     def read() -> str:
         place = Place.open(shared_dir, warn=log.debug)
-        for _ in range(2):
-            first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
-        if first:  # the second create succeeded too, so two halves of a job could both claim the right to go on
-            raise UserError(f"--shared-dir must support conditional writes, got {shared_dir}. Name another place.")
+        place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
+        place.must_refuse("shared.json")  # otherwise two halves of a job could both claim the right to continue
         while not (found := str(place.read_json("shared.json").get("id", ""))):
             time.sleep(timing.PAUSE_S)  # another node is writing the file
         return found

@@ -1,11 +1,11 @@
 """The fork server: a process that has imported torch, from which a node's ranks are forked in tenths of a second.
 
-The agent runs this file as a program. Both talk in JSON objects through a pipe of multiprocessing. `ForkServer`, in the
-agent, asks to start and signal ranks. `Server` answers: it is ready, a rank's process id or exit code, or a warning.
+The agent runs this file as a program. They exchange JSON objects through a pipe of multiprocessing. `ForkServer`, the
+agent's side, asks to start and signal ranks. `Server` reports that it is ready, process ids, exit codes, and warnings.
 
-A fork copies only the thread that calls it, but all locks and the state of every library. So the server must have one
-thread, no device and no process group, and it checks this. If the check fails, it replaces itself with a process that
-imports nothing and starts fresh interpreters. A script that does not import rankup gets such a process from the start.
+A fork copies only the thread that calls it, but all locks and the state of every library. So the server must have only
+one thread and no open device, see `obstacle`. Otherwise it replaces itself with a process that imports nothing and
+starts fresh interpreters. A script that does not import rankup gets such a process from the start.
 """
 
 import asyncio
@@ -60,9 +60,9 @@ class ForkServer:
         self, modules: Sequence[str] = (), *, env: Mapping[str, str], preload: Sequence[str] = (), folder: str = "",
         fork: bool = True,
     ) -> None:
-        """Start the server. It imports torch, `modules`, and `preload`, also from `folder`. If an import fails, the
-        rank repeats it and reports the error. `env`: the server's environment; its OMP_NUM_THREADS and Python's own
-        variables also hold for the ranks. `fork`: False starts ranks as fresh interpreters."""
+        """Start the server. It imports torch and `modules`, then `preload` with `folder` on sys.path. If an import
+        fails, the rank repeats it and reports the error. `env`: the server's environment. Its OMP_NUM_THREADS and
+        Python's own variables also count for forked ranks. `fork`: False starts ranks as fresh interpreters."""
         self.ready.clear()
         self._channel, theirs = connection.Pipe()
         order = {"channel": theirs.fileno(), "parent": os.getpid(), "fork": fork, "folder": folder,
@@ -97,7 +97,7 @@ class ForkServer:
         self._ask(signal=number, rank=local_rank)
 
     def close(self) -> None:
-        """End the server and its store, when no rank runs any more. No callback follows."""
+        """End the server and its store. Call this when no rank runs any more. No callback follows."""
         if not self._channel.closed:
             self._loop.remove_reader(self._channel)
         self._channel.close()
@@ -160,10 +160,10 @@ def obstacle() -> str:
 
 
 class Server:
-    """The server process, which starts and signals ranks and the store. They end with it, and it with its agent."""
+    """The server process. It starts and signals the ranks and the store, which end with it. It ends with its agent."""
 
     # A batch system sends these to every process of a job. The server blocks them, because the agent gets them too. A
-    # rank blocks them until it can handle them, and ignores SIGUSR1, as the server does, until it sets a handler
+    # rank unblocks them when its script begins. Server and ranks ignore SIGUSR1, until a rank sets a handler
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
     def __init__(self, channel: "connection.Connection[Any, Any]", *, fork: bool) -> None:
@@ -178,7 +178,7 @@ class Server:
 
     def prepare(self, order: Mapping[str, Any]) -> None:
         """Import once what every rank would import."""
-        # Garbage collection would take a fifth of the import of torch: it walks 350,000 objects and finds nothing
+        # Garbage collection takes a fifth of the time to import torch: it walks 350,000 objects and finds nothing
         gc.disable()
         with contextlib.suppress(Exception):
             import torch
@@ -190,7 +190,7 @@ class Server:
         sys.path.insert(0, order["folder"])
         _import_all(*order["preload"])
         sys.path.remove(order["folder"])
-        # OpenBLAS, which comes with numpy, starts threads when it is loaded, and ends them at a fork: fork once here
+        # OpenBLAS, which comes with numpy, starts threads when it is loaded, and ends them at a fork. So fork once here
         if (pid := os.fork()) == 0:
             os._exit(FINISHED)
         os.waitpid(pid, 0)
@@ -256,7 +256,7 @@ class Server:
         return 0
 
     def _become(self, request: dict[str, Any], outputs: Sequence[int]) -> None:
-        """Make this child like a fresh interpreter, except for what `be_python` does; or exec a fresh one."""
+        """Make this child like a fresh interpreter, as far as `be_python` does not; or, without `fork`, exec one."""
         for stream, descriptor in enumerate(outputs, start=1):
             os.dup2(descriptor, stream)
             os.close(descriptor)
@@ -270,7 +270,7 @@ class Server:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
             os.execv(sys.executable, [sys.executable, *request["argv"]])
         vars(multiprocessing.process)["ORIGINAL_DIR"] = os.getcwd()  # where spawned workers look for the script
-        # Python's `random` seeds itself anew after a fork; these two do not
+        # Python's `random` gets a new seed after a fork by itself, but these two do not
         if numpy_random := sys.modules.get("numpy.random"):
             numpy_random.seed()
         if torch := sys.modules.get("torch"):
@@ -293,14 +293,14 @@ def _import_all(*names: str) -> None:
 
 
 def _serve_store(listener: socket.socket) -> NoReturn:
-    """Serve a store in a child; in the server it would start a thread. The signals of `Server` stay blocked, so that a
-    signal to the whole job ends the ranks before their store."""
+    """Serve torch's store in this child: in the server it would start a thread. Signals stay blocked, as in the server,
+    so that a signal to all processes of the job ends the ranks before their store."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from rankup.agent.processes import no_name_lookups
 
     port = listener.getsockname()[1]
-    with no_name_lookups():  # for each client; the store has only one thread, so all ranks would wait for the resolver
+    with no_name_lookups():  # the store's only thread looks up each client: all ranks would wait for a slow resolver
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         while store:
             signal.pause()

@@ -5,10 +5,10 @@ As in Python's multiprocessing.connection, both sides prove that they know the s
 draws a nonce, so that a recorded answer is useless, and signs its own role, so that an answer sent back proves nothing.
 
 | leader -> member | challenge(nonce): a message as in `protocol`                                                     |
-| member -> leader | its own nonce and HMAC-SHA256(secret, "member" + both nonces): 64 bytes, no message is read yet  |
+| member -> leader | its own nonce and HMAC-SHA256(secret, "member" + both nonces): 64 raw bytes, not a message       |
 | leader -> member | proof(proof): HMAC-SHA256(secret, "leader" + both nonces)                                        |
 
-All later messages are the same as without a secret, neither signed nor encrypted.
+All later messages are the same as without a secret. They are neither signed nor encrypted.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ MOST_HALF_OPEN = 256  # connections that have not proved the secret yet; a proce
 
 
 class Link:
-    """A connection to another member. Call its methods only in the thread of the event loop."""
+    """A connection to another member, or to a rank of this node. Use it only in the thread of the event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -55,8 +55,8 @@ class Link:
 
     @classmethod
     async def connect(cls, host: str, port: int, *, timeout_s: float = CONNECT_S) -> "Link":
-        """Connect to the first address of `host` that accepts within `timeout_s`. Raises the OSError of the last
-        address: TimeoutError, ConnectionRefusedError, ..., or gaierror if the name does not resolve."""
+        """Connect to the first address of `host` that accepts. `timeout_s`: for each address. Raises the OSError of the
+        last address (TimeoutError, ConnectionRefusedError, ...), or gaierror if the name does not resolve."""
         last: OSError = TimeoutError()
         for ip in await addresses_of(host, timeout_s=timeout_s):
             try:
@@ -73,7 +73,7 @@ class Link:
         raise last
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message. Returns at once and raises nothing: the task that receives finds a lost connection."""
+        """Send a message. Returns at once and raises nothing: `receive` raises if the connection is lost."""
         self.write(encode(kind, **values))
 
     def write(self, data: bytes) -> None:
@@ -82,7 +82,7 @@ class Link:
             self._writer.write(data)
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next message. Raises ConnectionError if none will come."""
+        """Return the next message. Raises ConnectionError if no message will come, or if it is malformed."""
         try:
             message = json.loads(await self._reader.readuntil())
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
@@ -94,7 +94,7 @@ class Link:
         return message
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close after sent messages have gone out; `at_once` drops them, because a stopped process never reads them."""
+        """Close after all messages have gone out. `at_once` drops them: a process that is stopped never reads them."""
         with contextlib.suppress(OSError, RuntimeError):
             if at_once:
                 self._writer.transport.abort()
@@ -111,8 +111,8 @@ def encode(kind: str, **values: Any) -> bytes:
 
 
 async def listen(accept: Accept, *, ip: str, port: int) -> asyncio.Server:
-    """Accept connections for `accept`, if the job has a secret only from processes that know it. `port`: 0 for one that
-    the kernel picks. `ip`: "" for all addresses.
+    """Listen, and serve each connection with `accept`. If the job has a secret, serve only processes that know it.
+    `port`: 0 lets the kernel pick one. `ip`: "" means all addresses.
 
     Raises JoinError if the port is in use, and UserError if this user may not open it.
     """
@@ -152,7 +152,7 @@ def address_of(interface: str) -> str:
 
 
 def chosen_address(environ: Mapping[str, str]) -> str:
-    """Return the address of the interface in GLOO_SOCKET_IFNAME; "" if unset. Raises UserError if it has no address."""
+    """Return the address of the interface that GLOO_SOCKET_IFNAME names, or "". Raises UserError if it has none."""
     named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if named and not address_of(named):
         raise UserError(
@@ -167,11 +167,11 @@ def interface_variables(environ: Mapping[str, str], own_ip: str) -> dict[str, st
     """Return variables that make gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the other
     nodes. Variables in `environ` keep their values.
 
-    By default gloo takes the address of the host's own name. On Debian this is 127.0.1.1, which no other node reaches.
+    By default gloo takes the address of the machine's host name. On Debian this is 127.0.1.1, useless to other nodes.
     """
     if not (routed := interface_of(own_ip)):
         return {}
-    # For nccl a bare eth1 means each interface whose name begins with it, also eth10
+    # For nccl, eth1 without "=" means each interface whose name begins with it, also eth10
     values = {"GLOO_SOCKET_IFNAME": routed, "NCCL_SOCKET_IFNAME": f"={routed}", "TP_SOCKET_IFNAME": routed}
     return {name: environ.get(name) or value for name, value in values.items()}
 
@@ -184,8 +184,8 @@ async def is_this_machine(host: str) -> bool:
 
 
 async def in_thread(call: Callable[[], T], *, timeout_s: float = math.inf) -> T:
-    """Return or raise what `call` does, in a thread of `in_background`: asyncio's own threads would keep the process
-    from ending. Raises TimeoutError if the call takes longer than `timeout_s`."""
+    """Run `call` in a thread, and return or raise what it does. The thread is one of `in_background`, because asyncio's
+    own threads would keep the process from ending. Raises TimeoutError if the call takes longer than `timeout_s`."""
     async with asyncio.timeout(max(0.0, timeout_s)):
         return await asyncio.wrap_future(in_background(call))
 
@@ -210,7 +210,7 @@ def interface_of(ip: str) -> str:
 
 
 def _plain(ip: str) -> str:
-    """Remove the scope of an IPv6 address, and the prefix that a dual-stack socket puts before IPv4."""
+    """Remove the scope of an IPv6 address, and the prefix that a dual-stack socket puts before an IPv4 address."""
     return ip.partition("%")[0].removeprefix("::ffff:")
 
 
@@ -218,7 +218,7 @@ def _plain(ip: str) -> str:
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
-    """Return the job's secret without white space around it, or b"" if the job has none. Raises UserError."""
+    """Return the job's secret without surrounding white space, or b"" if the job has none. Raises UserError."""
     if not (path := environ.get(SECRET_FILE, "")):
         return b""
     try:
@@ -239,19 +239,19 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
 
 
 def prove(secret: bytes, role: str, leaders: bytes, members: bytes) -> bytes:
-    """Return the proof that the side with this `role` knows the secret. `leaders`, `members`: both sides' nonces."""
+    """Return the proof that the side `role` knows the secret. `leaders`, `members`: the nonces of the two sides."""
     return hmac.digest(secret, b"rankup 1 " + role.encode() + leaders + members, "sha256")
 
 
 def guard(accept: Accept, secret: bytes) -> Accept:
-    """Return an `accept` that serves only processes that know the secret. Others get nothing but a nonce. They can take
-    up only a limited time, a limited number of connections, and a hundred bytes each."""
+    """Return an `accept` that serves only processes that know the secret. All others get nothing but a nonce, and can
+    use only a limited number of connections, each for a limited time and a hundred bytes."""
     if not secret:
         return accept
     half_open: dict[asyncio.StreamWriter, None] = {}
 
     async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while len(half_open) >= MOST_HALF_OPEN:  # drop the oldest: a process that knows the secret answers at once
+        while len(half_open) >= MOST_HALF_OPEN:  # drop the oldest: whoever knows the secret has answered by now
             oldest = next(iter(half_open))
             del half_open[oldest]
             oldest.transport.abort()
@@ -276,7 +276,7 @@ def guard(accept: Accept, secret: bytes) -> Accept:
 
 async def greeting(link: Link, secret: bytes) -> dict[str, Any]:
     """Return the leader's first message, after both sides have proved that they know the secret. If the secrets differ,
-    return a message like that of a leader that takes no members. Raises ConnectionError if no message comes."""
+    return the message of a leader that takes no members. Raises ConnectionError if no message comes."""
     message = await link.receive()
     if not secret and message["is"] != "challenge":
         return message

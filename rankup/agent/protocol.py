@@ -1,22 +1,22 @@
 """The messages between the members of a job: one JSON object per line, over TCP. Imports no torch.
 
-A member stands for one or more ranks. It is the agent of their node, or a rank itself if another launcher started the
-ranks. The leader runs in the process of the member with rank 0. Each member, also that one, keeps one connection to the
-leader as long as the job lives. Memberships have numbers (`n`), which only grow.
+A member is the agent of a node, or a rank if another launcher started the ranks. The leader runs in the process of the
+member with rank 0. Each member, also that one, keeps a connection to the leader as long as the job lives. They meet as
+in torchelastic's rendezvous: the leader proposes membership `n`, and commits it once its members are ready. `n` grows.
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
 | hello: a Member, n (last known membership) and its | leader(over, ...): the first message on a connection, see  |
-|   basis, see `rankup.agent.quorum`                 | `quorum.knowledge`                                         |
+|   basis, see `rankup.agent.quorum`                 | `quorum.knowledge`; over: why it takes no members, or ""   |
 | leads(..., port): instead of hello, from another   |                                                            |
 |   leader of an elastic job, whose number of nodes  |                                                            |
 |   may change; port 0: from a member without leader |                                                            |
-| alive(ranks, warm): where its ranks are, see       | alive                                                      |
-|   `Record.heartbeat`; whether torch is imported    |                                                            |
+| alive(ranks, warm): a heartbeat. ranks: see        | alive: a heartbeat                                         |
+|   `Record.heartbeat`; warm: torch is imported      |                                                            |
 | ask: where is each rank of the job?                | ranks(ranks, nodes): see `Leader.heartbeats`, `.nodes`     |
 | ready(n, problem): my ranks have ended, and the    | propose(n, ip, next=[ip, port, name]): your address as     |
 |   route to the next member works if problem is ""  | others see it, and where the next member listens           |
-| leaving, left: this node must leave; it leaves now | basis: of this membership, with its present voters         |
+| leaving, left: this node must leave; it leaves now | basis(basis): this membership's basis has new voters       |
 | has(n, v): the newest basis that I know            |                                                            |
 | standing: see `rankup.agent.record`                | prepare, confirm                                           |
 | all others go to the Leader's `on_message`         | commit(n, ip, hosts=[[host, ranks], ...], port, job,       |
@@ -30,7 +30,7 @@ leader as long as the job lives. Memberships have numbers (`n`), which only grow
 |                                                    | over(code, text): there will be no more memberships        |
 |                                                    | others come from Leader.tell: stop, ...                    |
 
-Nothing that arrives is unpickled or executed. A member that sends anything else is disconnected.
+No receiver unpickles or executes what arrives. A process that sends anything else is disconnected.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ HINT = (
     "gloo and nccl use any high port between the nodes: open them all, or narrow net.ipv4.ip_local_port_range on every "
     "node and open that range; or name another interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
 )
-KILLED = 137  # the exit code of a process that SIGKILL ended, as a shell reports it
+KILLED = 137  # a shell's exit code for a process that SIGKILL ended
 ARGUMENTS, SHARED = "digest of the arguments", "--shared-dir"  # names in `Member.settings`
 
 INT = range(-(2**63), 2**63)
@@ -67,8 +67,8 @@ BASIS: dict[str, Any] = {
 }
 KNOWLEDGE: dict[str, Any] = {"token": str, "n": INT, "formed": INT, "running": bool, "job": JOB}  # see `quorum`
 LEADS = {**KNOWLEDGE, "port": range(65536)}
-# The forms of a leader's messages, see `fits`. A form is a type, a range, a set of texts, a pattern, a list of one
-# form, a tuple with a form per item, or a dict of forms by name. A name with ? may be absent or null
+# The forms of the messages from a leader, by kind; see `fits`. A form is a type, a range, a set of texts, a pattern, a
+# list with the form of all items, a tuple with a form per item, or a dict of forms by name. "x?" may be absent or null
 LEADERS: dict[str, dict[str, Any]] = {
     "leader": {**KNOWLEDGE, "over": str, "at?": (str, range(65536))},
     "waiting": {"text": str}, "spare": {"basis": BASIS}, "basis": {"basis": BASIS},
@@ -104,7 +104,7 @@ def fits(value: Any, form: Any) -> bool:
 
 @dataclass(frozen=True)
 class Member:
-    """What a member says of itself. `ip` and `port` are where it listens for route tests, see `LeaderConnection`."""
+    """A member's description of itself. `ip` and `port`: where it listens for the route test of another member."""
 
     token: str  # a random id of this process
     first_rank: int
@@ -112,11 +112,11 @@ class Member:
     world_size: int
     host: str
     pid: int
-    left_s: float  # how long a member looks for the leader, and the leader waits for members, after each loss
+    left_s: float  # how long it looks for the leader, or waits for members as the leader, at the start and after a loss
     restarts: int = 0
     ip: str = ""  # the address of the interface that the user chose, else of the one that routes to the leader
     port: int = 0
-    serves: int = 0  # the port where it leads or tells who leads; 0 unless the job is elastic
+    serves: int = 0  # in an elastic job, the port where it serves members or says who leads; otherwise 0
     settings: dict[str, str] = field(default_factory=dict)  # must be equal for all members, see `differences`
 
     @property
@@ -162,8 +162,8 @@ class Seat:
     member: Member
     claim: range  # the ranks that it had when it came
     since_s: float  # when it came, or was lost
-    heard_s: float
-    warm: bool  # whether it has imported torch
+    heard_s: float  # when its last message came
+    warm: bool  # whether its fork server has imported torch
     lost: str = ""  # why it was lost
     problem: str = ""  # why it does not reach the next member
     heartbeats: list[dict[str, Any]] = field(default_factory=list)  # the last heartbeats of its ranks
@@ -171,7 +171,7 @@ class Seat:
     finished: set[int] = field(default_factory=set)  # its ranks that have ended with 0
     unfit: str = ""  # why it can't be in the next membership
     leaves: bool = False  # whether it was asked to leave
-    has: tuple[int, ...] = ()  # the age of the newest basis that it has reported
+    has: tuple[int, ...] = ()  # the `quorum.age` of the newest basis that it knows
 
     @property
     def name(self) -> str:
@@ -214,10 +214,10 @@ def by_host(members: Iterable[Member]) -> str:
 
 def differences(member: Member, model: Member, *, arguments: bool) -> str:
     """Say in one line how the settings of `member` differ from those of `model`; "" if they are equal. `arguments`:
-    whether the script's arguments count.
+    whether to compare the arguments of the script too.
 
-    Different code or settings give wrong numbers instead of errors: an all-reduce of different sizes silently returned
-    garbage on one rank.
+    Ranks with different code or settings get wrong numbers instead of errors: an all-reduce of tensors with different
+    sizes silently returned garbage on one rank.
     """
     theirs, ours = member.settings, model.settings
     if theirs == ours:  # the fast path, because each new member causes a check of all members
@@ -236,7 +236,7 @@ def differences(member: Member, model: Member, *, arguments: bool) -> str:
 
 
 class Links:
-    """The agent's side of its connections to ranks whose script imports rankup. `address`: the local socket's name.
+    """An agent's connections to its ranks, if their script imports rankup. `address`: the name of the local socket.
 
     | from a rank                            | from the agent                              |
     |----------------------------------------|---------------------------------------------|
@@ -255,7 +255,7 @@ class Links:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Start to listen. The name can't be guessed, and other users are turned away."""
+        """Start to listen. The socket's name can't be guessed, and processes of other users are turned away."""
         # An abstract socket, whose name begins with a zero byte, leaves no file behind, however the agent ends
         self.address = f"\0rankup-{secrets.token_hex(16)}"
         self._server = await asyncio.start_unix_server(self._accept, self.address, limit=LONGEST)
@@ -271,15 +271,15 @@ class Links:
             while True:
                 self._on_message(local_rank, await link.receive())
         except (ConnectionError, LookupError, TypeError, ValueError, OverflowError, asyncio.CancelledError):
-            pass  # the rank or the event loop has ended. Python 3.11 prints a traceback if CancelledError passes on
+            pass  # the rank or the event loop has ended. Python 3.11 prints a traceback if CancelledError leaves a task
         finally:
             link.close()
             if self._links.get(local_rank) is link:
                 del self._links[local_rank]
 
     async def catch_up(self) -> None:
-        """Read the last messages of ranks that have ended. After a stall of this process, their exit codes may arrive
-        first, because accepting a connection and reading from it takes several turns of the event loop."""
+        """Read the last messages of ranks that have ended. After a stall of this process, the exit codes may arrive
+        before them, because it takes several turns of the event loop to accept a connection and to read from it."""
         for _ in range(10):
             await asyncio.sleep(0)
 
@@ -301,14 +301,14 @@ def _of_this_user(sock: socket.socket) -> bool:
 
 
 class AgentLine:
-    """A rank's connection to its agent. `agent`: the content of RANKUP_AGENT. `on_message`: receives each message from
-    `receive`, to be called when `fileno` is readable. Raises OSError if the agent has ended."""
+    """A rank's connection to its agent. `agent`: the content of RANKUP_AGENT. Call `receive` whenever `fileno` is
+    readable; it passes each message to `on_message`. Raises OSError if the agent has ended."""
 
     def __init__(self, agent: Mapping[str, Any], on_message: Callable[[Mapping[str, Any]], None]) -> None:
         self._on_message, self._socket = on_message, socket.socket(socket.AF_UNIX)
         self._socket.connect(agent["socket"])
-        self._socket.settimeout(SAY_S)  # a stopped agent reads nothing
-        self._lock, self._begun = threading.Lock(), b""  # `_begun`: the first part of a message that is incomplete
+        self._socket.settimeout(SAY_S)  # an agent that was stopped (SIGSTOP) reads nothing
+        self._lock, self._begun = threading.Lock(), b""  # `_begun`: the beginning of an incomplete message
         self.fileno = self._socket.fileno()
         self.send("rank", local_rank=agent["local_rank"])
 
@@ -331,15 +331,15 @@ class AgentLine:
         return False
 
     def close(self) -> None:
-        """Close once the agent has read all messages. Otherwise it might see the end of this process first. Takes at
-        most SAY_S for each message that comes meanwhile. Raises OSError if the agent has ended."""
+        """Close after the agent has read all messages. Otherwise the agent might notice the end of this process first.
+        Waits SAY_S at most, and again after each message that comes meanwhile. Raises OSError if the agent is gone."""
         self._socket.shutdown(socket.SHUT_WR)
         while self.receive():
             pass
 
 
 def tell_agent(agent: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Tell the agent how this rank ends, without an open line. `agent`: see `AgentLine`. `end`: see `End.message`."""
+    """Tell the agent how this rank ends, over a new connection. `agent`: see `AgentLine`. `end`: see `End.message`."""
     with contextlib.suppress(OSError):
         line = AgentLine(agent, lambda message: None)
         line.send("end", **end)

@@ -1,5 +1,4 @@
-"""The ranks of this node: starts them with all variables that torchrun sets, watches them, and makes them leave. This
-file does not import torch."""
+"""Starts this node's ranks with the variables that torchrun sets, watches them, and ends them. Imports no torch."""
 
 import asyncio
 import contextlib
@@ -30,27 +29,28 @@ log = logging.getLogger("rankup")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `rankup launch`; its help explains them. `advice` is a function of a higher layer."""
+    """The options of `rankup launch`, which its help explains. `advice` is passed in, because a higher layer has it."""
 
-    node: NodeEnv  # this agent as its environment and options describe it
+    node: NodeEnv  # which agent this is
     script: Script
     run_dir: Path
     advice: Callable[[str], str] = lambda tail: ""  # gives advice for the last lines of a script
     join_timeout_s: float = 300.0
     shared_dir: str = ""  # a folder or an address that all nodes can write to
     max_restarts: int = 3
-    max_failures: int | None = None  # a node is left out after its ranks failed this often
+    max_failures: int | None = None  # leave a node out after its ranks have failed this often
     restart_on: frozenset[int] = frozenset()
     restart_args: tuple[str, ...] = ()
     stop_grace_s: float = 110.0
     work_dir: str = ""
-    fork: bool = True  # fork the ranks, if the script imports rankup
+    fork: bool = True  # fork the ranks of a script that imports rankup
     stop_after: int | None = None  # the last step of this part of a replay
 
 
 @dataclass(eq=False)
 class Rank:
-    """One rank of this node in one membership. `told`: it was told to leave, so its exit code explains nothing."""
+    """One rank of this node in one membership. `local_rank`: its index among this agent's ranks; LOCAL_RANK also counts
+    other agents' ranks on this machine. `told`: the rank was told to leave, so its exit code explains nothing."""
 
     local_rank: int
     number: int
@@ -69,8 +69,8 @@ class Ranks:
         self, options: Options, *, send: Callable[..., bool], on_stop: Callable[[str], None],
         begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], finish: Callable[[Verdict], None],
     ) -> None:
-        """`send` sends a message to the leader. `on_stop` gets the name of a signal that a rank received. `begin`
-        starts a task. `finish` ends the job."""
+        """`send` sends a message to the leader. `on_stop` receives the name of a signal that a rank got. `begin` starts
+        a task. `finish` ends this agent with a verdict."""
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
         self.knows_us, self.host = self.script.imports_rankup, host_name()
         local_ranks = range(self.node.local_rank, self.node.local_rank + self.node.nproc)
@@ -122,7 +122,7 @@ class Ranks:
         if self.server.ready.is_set():
             log.warning("the process that forks the ranks was killed, and the ranks with it")
             self._start_server()
-        else:  # it was killed while it imported torch, and the next server would be too
+        else:  # the server was killed while it imported torch, which would happen to the next one too
             self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
 
     # The start of a membership --------------------------------------------------------------------------------------
@@ -170,13 +170,11 @@ class Ranks:
             os.close(output)
 
     def _environment(self, rank: Rank) -> dict[str, str]:
-        """Return the environment of a rank: the agent's own, all that torchrun sets, and RANKUP_AGENT.
-
-        The variables of torchrun mean what they mean there. TORCHELASTIC_RUN_ID makes Lightning and torch treat the
-        process as one of torchrun's, even under Slurm. LOCAL_RANK stops Accelerate and Transformers from starting
-        processes of their own."""
+        """Return the environment of a rank: this agent's own, all variables of torchrun with torchrun's meanings, and
+        RANKUP_AGENT for a script that imports rankup. TORCHELASTIC_RUN_ID makes Lightning and torch treat the rank as
+        one of torchrun's, even under Slurm. LOCAL_RANK stops Accelerate and Transformers from starting processes."""
         commit, node, local = self._commit, self.node, self.node.local_world_size
-        # A script that imports rankup may read our settings from the environment, such as RANKUP_CACHE
+        # PET_ variables are options of torchrun. A script that imports rankup may read our settings, like RANKUP_CACHE
         hidden = ("PET_", SECRET_FILE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default = {
@@ -186,7 +184,7 @@ class Ranks:
             "PYTHONUNBUFFERED": 1,  # a pipe would otherwise get lines in blocks, and lose the last block in a crash
             "PYTHONFAULTHANDLER": 1,  # a crash in native code leaves the Python stack in the log
         }
-        # These override the inherited variables: the shell may hold those of an earlier torchrun
+        # These override inherited variables, which may come from an earlier torchrun in the same shell
         set_by_torchrun = {
             "RANK": rank.number, "LOCAL_RANK": node.local_rank + rank.local_rank, "WORLD_SIZE": node.world_size,
             "LOCAL_WORLD_SIZE": local, "GROUP_RANK": node.node_rank, "GROUP_WORLD_SIZE": node.num_nodes,
@@ -196,11 +194,11 @@ class Ranks:
             "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
             # torch's decorator @record writes the script's error there for the user; rankup does not read it
             "TORCHELASTIC_ERROR_FILE": (self.run_dir / f"logs/error-rank-{rank.number}.json").absolute(),
-            "TORCHELASTIC_USE_AGENT_STORE": commit.get("store"),  # else the script's rank 0 opens a store there
+            "TORCHELASTIC_USE_AGENT_STORE": commit.get("store"),  # if False, rank 0 opens a store at MASTER_PORT
         }
         ours = {}
         if self.knows_us:
-            if node.limits is not None:  # the full basis of many nodes would be too long for a variable
+            if node.limits is not None:  # the full basis of many nodes would be too long for an environment variable
                 commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
             ours["RANKUP_AGENT"] = json.dumps({
                 "commit": commit, "record": rank.record.path, "socket": self.links.address,
@@ -227,13 +225,13 @@ class Ranks:
         elif message["is"] == "ask":
             self.send("ask")
         elif message["is"] == "stop" and message["signal"] in SIGNALS and not (self._passed_on or rank.told):
-            self.on_stop(message["signal"])  # otherwise the rank only reports the SIGTERM that we sent
+            self.on_stop(message["signal"])  # otherwise the rank only reports the SIGTERM that this agent sent
 
     async def _on_rank_end(self, rank: Rank, code: int) -> None:
         reap_orphans()  # a container's first process inherits orphans of ranks that have ended
         await self.links.catch_up()
         if (reader := rank.reader) is not None:
-            # A process that the rank left behind may hold its output open, and an unread terminal costs PRINT_S
+            # A process that the rank left behind may keep the pipes open, and an unread terminal costs PRINT_S
             await in_thread(lambda: reader.thread.join(timing.PRINT_S + timing.LAST_MESSAGE_S))
         self._ended(rank, code)
 
@@ -264,7 +262,8 @@ class Ranks:
     # Leaving --------------------------------------------------------------------------------------------------------
 
     def leave_soon(self, *, node_lost: bool = False) -> None:
-        """Begin to end this node's ranks. `node_lost`: the cause is known; a script without rankup gets no notice."""
+        """Begin to end this node's ranks. `node_lost`: the cause is a lost node, so no rank's end has to show it, and a
+        script that does not import rankup gets SIGTERM at once."""
         if self._leaving is None or self._leaving.done():
             notice_s = 0.0 if node_lost and not self.knows_us else timing.UNNOTICED_S
             self._leaving = self.begin(self._leave(notice_s))
@@ -296,18 +295,18 @@ class Ranks:
             rank.told = True
             self.server.signal(rank.local_rank, signal.SIGKILL)
         if not await self.ended_within(timing.KILL_S):
-            for rank in self.running:  # its process waits for a dead disk, and ends when the disk answers
+            for rank in self.running:  # its process waits for a dead disk, and will end when the disk answers
                 self._ended(rank, PEER_LOST)
 
     async def ended_within(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):  # `wait_for` takes several turns of the loop: others may act
+            async with asyncio.timeout(timeout_s):  # `wait_for` would let other tasks run before it returns
                 await self.all_ended.wait()
                 return True
         return self.all_ended.is_set()
 
     def pass_on(self, name: str, *, change: bool = False) -> None:
-        """Pass on the signal `name`, which asks the job to stop. `change`: it only makes way for another membership."""
+        """Pass on the signal `name`, which asks the ranks to stop. `change`: they stop only for another membership."""
         self._for_change = change and (self._for_change or not self._passed_on)
         if self._passed_on in (name, "SIGTERM", "SIGINT"):
             return

@@ -137,14 +137,22 @@ class Group:
 
         Raises TypeError for a value that JSON can't hold.
         """
-        data = json.dumps(value).encode()
+        return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
+
+    def gather_tensors(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, by rank. Values and errors: as in `broadcast_tensors`."""
+        return [_unpacked(data) for data in self._gather_bytes(_packed(value))]
+
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
         if self.world_size == 1:
-            return [json.loads(data)]
-        longest = self.max(len(data))  # all-gather needs parts of equal size
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+            return [data]
+        sizes = [torch.tensor(0) for _ in range(self.world_size)]
+        self.collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
+        longest = max(map(int, sizes))  # all-gather needs parts of equal size
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
         own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)  # torch warns of read-only bytes
         self.collective(lambda: dist.all_gather(parts, own))
-        return [json.loads(part.numpy().tobytes()) for part in parts]  # JSON ignores the padding, which is spaces
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         """Return rank `source`'s `value` on all ranks, and ignore the others. It travels as JSON: a tuple arrives as a
@@ -153,15 +161,11 @@ class Group:
         data = json.dumps(value).encode() if self.rank == source else b""
         return json.loads(self.broadcast_bytes(data, source=source))
 
-    def broadcast_tensors(self, value: Any, *, source: int = 0) -> Any:
-        """Return rank `source`'s `value` on all ranks: tensors and plain values in lists and dicts. Tensors arrive on
-        the CPU. Raises pickle.UnpicklingError for anything else, and so never calls code that another rank names.
+    def broadcast_tensors(self, value: Any) -> Any:
+        """Return rank 0's `value` on all ranks: tensors and plain values in lists and dicts. Tensors arrive on the CPU.
+        Raises pickle.UnpicklingError for anything else, and so never calls code that another rank names.
         """
-        sent = io.BytesIO()
-        if self.rank == source:
-            torch.save(value, sent)
-        received = io.BytesIO(self.broadcast_bytes(sent.getvalue(), source=source))
-        return torch.load(received, map_location="cpu", weights_only=True)  # otherwise every rank would fill cuda:0
+        return _unpacked(self.broadcast_bytes(_packed(value) if self.is_rank0 else b""))
 
     def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
         """Return rank `source`'s `data` on all ranks, and ignore the other ranks' data."""
@@ -204,6 +208,15 @@ class Group:
         if kind:
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.is_rank0)
         return result
+
+
+def _packed(value: Any) -> bytes:
+    torch.save(value, file := io.BytesIO())
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # otherwise every rank would fill cuda:0
 
 
 def broke_collective(error: BaseException) -> bool:

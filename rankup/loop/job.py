@@ -245,7 +245,7 @@ class Job:
         position, loop = self.position, self.loop
         if loop.epoch != position.epoch:
             position.changes = 0
-        loop.changes_to_repeat = 0  # a resume repeats no block of job.change from before this commit
+        loop.changes_to_repeat = 0  # this attempt has repeated all blocks of job.change before this commit
         position.epoch, position.streams, position.loaders = loop.epoch, [*loop.streams], [*loop.loaders]
         self.saving.loader_states = loop.loader_states()
         self.tracked.commit()
@@ -329,7 +329,7 @@ class Job:
     def gather(self, value: Any) -> list[Any]:
         """Return the list of every rank's `value`, by rank. All ranks call this. A value consists of numbers, strings,
         tensors of any shape, and lists and dicts of these. Tensors arrive on the CPU."""
-        return [self.group.broadcast_tensors(value, source=rank) for rank in range(self.world_size)]
+        return self.group.gather_tensors(value)
 
     def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> None:
         """Compute the loss and gradients of rank 0's batch on all ranks, and compare their bits. If a rank differs, its

@@ -43,7 +43,7 @@ class CommitLock:
         self._stream: Any = None  # the GPU's stream for `beside`
         if device.type == "cuda":
             # Create the stream now: to create a process's first stream, CUDA waits for an empty queue, and the queue
-            # never empties if a rank died. torch has 32 streams of a priority and reuses them: don't get one of NCCL's
+            # never empties if a rank died. It must not be one of NCCL's: torch reuses its 32 streams of each priority
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             self._changed = torch.Event(device)  # recorded after each change: the GPU is done with the newest one
 
@@ -187,9 +187,8 @@ class Saving:
             if self.tracked.split and not run.saver.sharded:
                 state = self.group.collective(lambda: gathered(state))
             if self.loader_states:
-                size = self.group.world_size
-                every = [self.group.broadcast_tensors(self.loader_states, source=rank) for rank in range(size)]
-                state[LOADERS] = {f"{rank} of {size}": states for rank, states in enumerate(every)}
+                every = self.group.gather_tensors(self.loader_states)
+                state[LOADERS] = {f"{rank} of {len(every)}": states for rank, states in enumerate(every)}
             # Write gathered state at once: another copy in memory would double its size
             may_go_on = not self.tracked.split or (run.saver.sharded and run.second_rank is None)
             self.group.on_rank0(self.reporting.metrics.flush)  # a resumed run does not repeat the saved steps

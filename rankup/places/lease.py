@@ -121,7 +121,7 @@ class Lease:
         self.predecessor = str(owner.get("token", ""))
         # We got the lock, so an owner under this kernel is dead. The lock may say nothing about another machine's owner
         dead = locked and owner.get("kernel") == kernel_id()
-        # A dead owner that never beat twice may not have copied the metrics.jsonl that its own predecessor has open
+        # An owner that died at its first beat may not have copied metrics.jsonl, which its predecessor may have open
         self._may_wake = bool(owner) and not owner.get("released") and not (dead and owner.get("beat") != 1)
         return {} if dead else owner
 
@@ -223,13 +223,7 @@ class StoreLease(Lease):
 
     def _take(self) -> None:
         self.claim(self.number + 1)
-        if self.place.create(_name(self.number), self._encoded(2)):
-            self.place.warn(
-                f"{self.where} has no conditional writes: two attempts that begin in the same second may both train"
-            )
-            time.sleep(self.beat_s)
-            if (owner := self._owner()).get("token") != self.token:
-                raise self._owned_by(owner)
+        self.place.must_refuse(_name(self.number))
 
     def _owner(self) -> Owner:
         return self.place.read_json(_name(self.number))

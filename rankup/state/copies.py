@@ -77,7 +77,7 @@ def list_copies(directory: Path) -> list[Path]:
 
 def list_whole(directory: Path) -> list[Path]:
     """Return the copies in `directory` that look whole, oldest first."""
-    return [path for path in list_copies(directory) if looks_whole(path)]
+    return [path for path in list_copies(directory) if not find_problem(path, digests=False)]
 
 
 def step_of(path: Path) -> int:
@@ -92,15 +92,16 @@ def about(record: dict[str, Any], step: int) -> tuple[int, str, str]:
     return (step, str(record["attempt"]), str(record["run"])) if good else (step, "", "")
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Read every file of a copy and return the content of `state.json`. Raises Damaged if any byte has changed."""
+def verify(path: Path, *, digests: bool = True) -> dict[str, Any]:
+    """Read every file of a copy and return the content of `state.json`. Raises Damaged if any byte has changed. Without
+    `digests`, compare only the sizes of the files: a save has no time to read all bytes."""
     try:
         for name, entry in read_manifest(path)["files"].items():
             with open_regular(path / name) as file:
                 if (size := os.fstat(file.fileno()).st_size) != entry["bytes"]:
                     raise Damaged(path, f"{name} has {size} bytes instead of {entry['bytes']}")
                 # Hashed piece by piece, because the file may be larger than the free memory
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                if digests and hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     raise Damaged(path, f"{name} does not match its digest")
         record = read_json(path / STATE)
         step = record["step"]
@@ -120,24 +121,13 @@ def verify(path: Path) -> dict[str, Any]:
     raise Damaged(path, why)
 
 
-def find_problem(path: Path) -> str:
-    """Return why a copy can't be used, or "" if every byte is as it was written."""
+def find_problem(path: Path, *, digests: bool = True) -> str:
+    """Return why a copy can't be used, or "" if `verify` accepts it."""
     try:
-        verify(path)
+        verify(path, digests=digests)
     except Damaged as error:
         return error.why
     return ""
-
-
-def looks_whole(path: Path) -> bool:
-    """Return whether a copy seems usable by its manifest and file sizes. A save has no time to read all bytes."""
-    try:
-        manifest = read_manifest(path)
-        sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-        # A manifest of another step is a damaged one
-        return manifest["step"] == step_of(path) and all((path / name).stat().st_size == sizes[name] for name in sizes)
-    except (OSError, *_NO_MANIFEST):
-        return False
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -251,9 +241,9 @@ def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
     """Keep `newest` and the next copies that look whole, `keep` in all, and remove the others."""
     good = 0
     for path in reversed(list_copies(directory)):
-        if path == newest:  # it need not have the highest step: if this attempt was frozen, its successor went on
+        if path == newest:  # it need not have the highest step: there may be damaged or a successor's later copies
             good += 1
         elif good < keep and not (path.suffix and path.with_suffix("").exists()):
-            good += looks_whole(path)
+            good += not find_problem(path, digests=False)
         elif path not in uploading:  # a later save removes a copy that is being uploaded now
             discard(path)

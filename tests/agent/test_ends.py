@@ -1,4 +1,4 @@
-"""What the ends of ranks mean for the job, whose end the summary names, and which attempt may write it."""
+"""What the ends of the ranks mean for the job, which end the summary names, and which attempt may write it."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by pee
 
 
 def ended(*codes: int | End) -> Ends:
-    """Ranks that ended in this order."""
+    """Return the ends of ranks that ended in this order."""
     ends = Ends(len(codes), 3)
     for rank, code in enumerate(codes):
         ends.add(code if isinstance(code, End) else End(rank, "n", code))
@@ -23,25 +23,25 @@ def ended(*codes: int | End) -> Ends:
 
 @pytest.mark.parametrize(("codes", "code"), [
     ([137, PEER_LOST], None),
-    ([PEER_LOST, FAULT], FAULT),  # the rank that lost it ended first
+    ([PEER_LOST, FAULT], FAULT),  # the rank that lost its peer ended first
     ([PEER_LOST, PEER_LOST], None),
     ([2, 2], 2),
-    ([FINISHED, 139], None),  # in its last moment: all look at the run once more
+    ([FINISHED, 139], None),  # it crashed at its very end, so the next attempt looks at the run once more
     ([STOPPED, STOPPED], STOPPED),
-    # A script's rank that lost its peer ends with 1 as any traceback does
+    # A script's rank that lost its peer ends with 1, as after any other traceback
     ([End(0, "n", 1, RESET), End(1, "n", 137, "SIGKILL")], None),
     ([End(0, "n", 1, RESET), End(1, "n", 1, RESET)], None),
     ([End(0, "n", 1, RESET), End(1, "n", 3, "ValueError: boom")], 3),
-    # Told to leave, it says nothing
+    # A rank that was told to leave says nothing about the cause
     ([End(0, "n", 1, "KeyboardInterrupt", told=True), 137], None),
     ([End(0, "n", 143, told=True), FAULT], FAULT),
-    ([End(0, "n", FAULT), End(0, "n", 137, "its agent has ended")], FAULT),  # which adds no second end
+    ([End(0, "n", FAULT), End(0, "n", 137, "its agent has ended")], FAULT),  # the second end of a rank does not count
 ])
-def test_one_end_of_several_is_the_cause(codes: list[int | End], code: int | None) -> None:
+def test_ends_of_all_ranks_give_one_code(codes: list[int | End], code: int | None) -> None:
     assert ended(*codes).judge().code == code
 
 
-def test_cause_is_named_with_rank_host_and_reason_and_is_no_rank_that_lost_it() -> None:
+def test_cause_names_rank_host_and_reason_and_blames_no_rank_that_lost_it() -> None:
     verdict = ended(End(0, "a", 1, RESET), End(1, "b", 1, "ValueError: boom")).judge()
     assert verdict.text == "rank 1 on b ended with 1 (ValueError: boom)"
     verdict = ended(End(0, "a", PEER_LOST), End(1, "b", 137, "its agent has ended")).judge()
@@ -65,8 +65,8 @@ def test_restarts_without_a_new_step_are_counted() -> None:
 
 
 @pytest.mark.parametrize("codes", [[STOPPED, STOPPED], [STOPPED, PEER_LOST], [PEER_LOST, PEER_LOST]])
-def test_ranks_that_stop_for_another_membership_use_up_no_restart(codes: list[int]) -> None:
-    """Although one may lose another that left before it."""
+def test_stop_for_a_new_membership_is_no_restart_without_progress(codes: list[int]) -> None:
+    """One rank may lose another that left before it."""
     ends = ended(*codes)
     assert ends.judge(resizing=True).code is None
     assert (ends.restarts, ends.without_progress) == (1, 0)
@@ -75,15 +75,15 @@ def test_ranks_that_stop_for_another_membership_use_up_no_restart(codes: list[in
 @pytest.mark.parametrize(("codes", "code"), [
     ([STOPPED, FINISHED], 143), ([PEER_LOST, 137], 143), ([STOPPED, 1], 1), ([], 143),
 ])
-def test_job_that_was_asked_to_stop_is_not_started_again(codes: list[int], code: int) -> None:
-    """Nor where its nodes were just changing."""
+def test_stopped_job_is_not_restarted(codes: list[int], code: int) -> None:
+    """Not even if its nodes are just changing."""
     for changing in (False, True):
         ends = ended(*codes)
         ends.stopped_by = "SIGTERM"
         assert ends.judge(resizing=changing).code == code
 
 
-def test_end_of_a_rank_is_kept_for_its_attempt(tmp_path: Path) -> None:
+def test_end_of_a_rank_is_written_for_its_attempt(tmp_path: Path) -> None:
     write_end(tmp_path, "a-1", End(1, "node0", 171, "lost rank 0", 7, suspect=0))
     assert read_json(tmp_path / "status" / "a-1" / "rank-1.json") == {
         "attempt": "a-1", "rank": 1, "host": "node0", "state": "failed", "code": 171, "why": "lost rank 0", "step": 7,
@@ -91,10 +91,10 @@ def test_end_of_a_rank_is_kept_for_its_attempt(tmp_path: Path) -> None:
     }
 
 
-def test_summary_names_the_cause_and_not_the_ranks_that_lost_it(tmp_path: Path) -> None:
+def test_summary_names_the_cause_not_the_ranks_that_lost_it(tmp_path: Path) -> None:
     ends = [End(2, "c", 143, "", 3), End(0, "a", 171, "lost a peer", 3), End(1, "b", 2, "a mistake", 3)]
     StatusFile(tmp_path, RankEnv(world_size=3, attempt="a-1")).write_summary(ends)
-    StatusFile(tmp_path, RankEnv(1, world_size=3, attempt="a-1")).write_summary(ends[:1])  # rank 0 alone writes it
+    StatusFile(tmp_path, RankEnv(1, world_size=3, attempt="a-1")).write_summary(ends[:1])  # only rank 0 writes it
     summary = read_json(tmp_path / "status.json")
     assert (summary["attempt"], summary["state"], summary["code"]) == ("a-1", "failed", 2)
     assert summary["why"] == "a mistake"
@@ -118,9 +118,9 @@ def attempt_in(run_dir: Path) -> str:
     return str(read_json(run_dir / "status.json")["attempt"])
 
 
-def test_an_attempt_that_is_running_keeps_its_status(tmp_path: Path) -> None:
+def test_status_of_a_running_attempt_is_not_overwritten(tmp_path: Path) -> None:
     first, second = status_file(tmp_path), status_file(tmp_path)
-    (tmp_path / "status.json").write_text("[1]")  # what is damaged is written anew
+    (tmp_path / "status.json").write_text("[1]")  # a damaged file is overwritten
     (tmp_path / "lease.json").touch()
     first.write_summary([])
     second.write_summary([])
@@ -129,12 +129,12 @@ def test_an_attempt_that_is_running_keeps_its_status(tmp_path: Path) -> None:
     second.write_summary([])
     assert attempt_in(tmp_path) == second.attempt
     (tmp_path / "lease.json").unlink()
-    alone = status_file(tmp_path)  # a folder that nobody owns is written without asking
+    alone = status_file(tmp_path)  # nobody owns the folder now, so anyone may write
     alone.write_summary([])
     assert attempt_in(tmp_path) == alone.attempt
 
 
-def test_the_owner_replaces_what_a_killed_attempt_left_and_stops_where_it_lost_the_run(tmp_path: Path) -> None:
+def test_owner_replaces_a_killed_attempts_status_until_it_loses_the_run(tmp_path: Path) -> None:
     lease: Any = Lease()
     killed, owner = status_file(tmp_path), status_file(tmp_path)
     killed.write_summary([])

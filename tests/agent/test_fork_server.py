@@ -1,5 +1,5 @@
-"""The fork server: a forked rank is what a fresh `python` would be, and what becomes of it when others end. The ends
-of a server and of its agent are in test_launch.py."""
+"""The fork server: a forked rank is like a fresh `python`, and does not outlive what started it. test_launch.py ends
+servers together with their agents."""
 
 import asyncio
 import contextlib
@@ -33,13 +33,13 @@ class Ended:
 
     @property
     def facts(self) -> Any:
-        """What the script printed as JSON in its last line."""
+        """The JSON in the last line that the script printed."""
         assert self.code == 0, self.err
         return json.loads(self.out.splitlines()[-1])
 
 
 class Rig:
-    """An agent's event loop with a fork server, for tests that are no coroutines."""
+    """An agent's event loop with a fork server, for tests that are not coroutines."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,13 +66,13 @@ class Rig:
         return self
 
     def store(self) -> int:
-        """Have a store served. Returns its port."""
+        """Make the server serve a store. Return its port."""
         with open_port("127.0.0.1", 0) as listener:
             self.server.start_store(listener)
             return int(listener.getsockname()[1])
 
     def start(self, argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | str = "") -> int:
-        """The number of the rank; its output goes to two files."""
+        """Start a rank, whose output goes to two files. Return its number."""
         rank = self._started = self._started + 1
         files = [os.open(self.folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY) for name in ("out", "err")]
         self.server.start_rank(
@@ -94,7 +94,8 @@ class Rig:
         return self.end(self.start(argv, **more))
 
     def ready(self, rank: int) -> int:
-        """Wait until it has printed a line, which may be heard before its start; returns its process."""
+        """Wait until the rank has printed a line, and return its process. The line may arrive before the news of its
+        start."""
         self.until(lambda: "\n" in self.printed(rank) and self.server.pids[rank])
         return self.server.pids[rank]
 
@@ -104,13 +105,13 @@ class Rig:
 
 
 def opened(for_files: Path, **more: Any) -> "contextlib.closing[Rig]":
-    """A server of the test's own."""
+    """A server for one test."""
     return contextlib.closing(Rig(for_files).open(**more))
 
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """One server that has torch, for all tests that leave it alive."""
+    """One server with torch, for all tests that do not end it."""
     with contextlib.closing(Rig(tmp_path_factory.mktemp("forked"))) as rig:
         rig.env["OMP_NUM_THREADS"] = "2"
         yield rig.open(modules=["numpy.random"], env={**rig.env, "ONLY_OF_THE_SERVER": "1"})
@@ -118,7 +119,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture
 def light(tmp_path: Path) -> Iterator[Rig]:
-    """A server without torch: fresh interpreters."""
+    """A server without torch, which starts new interpreters."""
     with opened(tmp_path, fork=False) as rig:
         yield rig
 
@@ -172,7 +173,7 @@ print(json.dumps({
     "names": sorted(name for name in globals() if name.startswith("__")),
 }))
 """
-# Of the process: the same however the script is named, and a fresh interpreter has to import torch for them
+# Facts of the process. They do not depend on how the script is named, and a new interpreter must import torch for them
 OF_PROCESS = """
 import gc, json, os, random, signal, sys, threading, warnings
 import numpy, torch, torch._dynamo
@@ -193,7 +194,7 @@ print(json.dumps({
 
 
 @pytest.mark.parametrize("how", ["link", "module", "package"])
-def test_forked_script_finds_what_a_fresh_one_finds(how: str, rig: Rig, tmp_path: Path) -> None:
+def test_forked_script_finds_the_same_as_a_fresh_one(how: str, rig: Rig, tmp_path: Path) -> None:
     argv = {"link": ["link.py"], "module": ["-m", "folder.script"], "package": ["-m", "folder"]}[how]
     (tmp_path / "folder").mkdir()
     script(tmp_path / "folder", FACTS)
@@ -206,12 +207,12 @@ def test_forked_script_finds_what_a_fresh_one_finds(how: str, rig: Rig, tmp_path
     assert forked["orig_argv"][1:] == argv
 
 
-def test_forked_process_is_as_a_fresh_one(rig: Rig, tmp_path: Path) -> None:
+def test_forked_process_has_the_properties_of_a_fresh_one(rig: Rig, tmp_path: Path) -> None:
     file, env = script(tmp_path, OF_PROCESS), {"MINE": "1"}
     assert rig.ran([file], env=env).facts == fresh([file], env={**rig.env, **env}, cwd=ROOT).facts
 
 
-def test_each_fork_has_random_numbers_of_its_own(rig: Rig, tmp_path: Path) -> None:
+def test_each_fork_draws_its_own_random_numbers(rig: Rig, tmp_path: Path) -> None:
     file = script(tmp_path, "import json, random, numpy, torch\nprint(json.dumps([random.random(), "
                             "numpy.random.rand(), torch.rand(1).item(), torch.initial_seed()]))")
     first, second = rig.ran([file]).facts, rig.ran([file]).facts
@@ -219,7 +220,7 @@ def test_each_fork_has_random_numbers_of_its_own(rig: Rig, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("of_module", [False, True])
-def test_spawned_workers_and_pickles_find_what_the_script_defines(of_module: bool, rig: Rig, tmp_path: Path) -> None:
+def test_spawned_workers_and_pickles_find_the_scripts_definitions(of_module: bool, rig: Rig, tmp_path: Path) -> None:
     script(tmp_path, """
 import multiprocessing, pickle, sys
 class Thing:
@@ -240,7 +241,7 @@ if __name__ == "__main__":
     assert (ended.code, ended.out) == (0, "(5, '__mp_main__')\n"), ended.err
 
 
-def test_files_that_a_script_leaves_open_are_written(rig: Rig, tmp_path: Path) -> None:
+def test_open_files_of_a_script_are_flushed_at_its_end(rig: Rig, tmp_path: Path) -> None:
     file = script(tmp_path, "text, data = open('text', 'w'), open('data', 'wb')\n"
                   "text.write('left open')\ndata.write(b'left open too')\n"
                   "import gc\ngc.collect()\nprint('no newline', end='')")
@@ -254,8 +255,8 @@ def test_files_that_a_script_leaves_open_are_written(rig: Rig, tmp_path: Path) -
 WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(600)"
 
 
-def test_stop_signal_that_comes_at_the_start_is_not_lost(rig: Rig, light: Rig, tmp_path: Path) -> None:
-    """Right behind the request: the fork has not begun to run the script."""
+def test_stop_signal_during_the_start_is_not_lost(rig: Rig, light: Rig, tmp_path: Path) -> None:
+    """The signal follows the request at once: the fork has not begun to run the script."""
     file = script(tmp_path, WAITS)
     for each in (rig, light):
         for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)):
@@ -264,7 +265,7 @@ def test_stop_signal_that_comes_at_the_start_is_not_lost(rig: Rig, light: Rig, t
             assert each.end(rank).code == code
 
 
-def test_signals_reach_the_process_alone_and_the_script_s_handlers(rig: Rig, tmp_path: Path) -> None:
+def test_signals_reach_only_the_process_and_run_the_scripts_handlers(rig: Rig, tmp_path: Path) -> None:
     file = script(tmp_path, """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: print("USR1", flush=True))
@@ -284,7 +285,7 @@ except KeyboardInterrupt:
     assert (ended.code, ended.out.split()[1:]) == (0, ["USR1", "interrupted", "None"])
 
 
-def test_server_of_an_agent_that_has_a_thousand_files_open_starts_ranks(tmp_path: Path) -> None:
+def test_server_starts_ranks_of_an_agent_with_a_thousand_open_files(tmp_path: Path) -> None:
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, usual[1]), usual[1]))
     with contextlib.ExitStack() as stack:
@@ -295,7 +296,7 @@ def test_server_of_an_agent_that_has_a_thousand_files_open_starts_ranks(tmp_path
             assert rig.ran([script(tmp_path, "print('here')")]).out == "here\n"
 
 
-def test_sigusr1_of_a_batch_system_ends_no_script_without_a_handler(rig: Rig, light: Rig, tmp_path: Path) -> None:
+def test_sigusr1_does_not_end_a_script_without_a_handler(rig: Rig, light: Rig, tmp_path: Path) -> None:
     file = script(tmp_path, "import os, signal\nprint(signal.getsignal(signal.SIGUSR1).name)\n"
                             "os.kill(os.getpid(), signal.SIGUSR1)\nprint('alive')")
     for each in (rig, light):
@@ -303,7 +304,7 @@ def test_sigusr1_of_a_batch_system_ends_no_script_without_a_handler(rig: Rig, li
 
 
 @pytest.mark.parametrize("how", ["kill", "end"])
-def test_what_a_rank_has_started_ends_with_it(how: str, rig: Rig, light: Rig, tmp_path: Path) -> None:
+def test_children_of_a_rank_end_with_it(how: str, rig: Rig, light: Rig, tmp_path: Path) -> None:
     file = script(tmp_path, """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -323,10 +324,10 @@ os._exit(5)
         each.until(lambda ended=ended: gone(int(ended.out)))
 
 
-def test_rank_of_a_killed_server_is_dead_before_its_end_is_told(
+def test_rank_of_a_killed_server_is_dead_before_its_end_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the kernel's help, which comes as soon as the server ends, and with a signal that takes its time."""
+    """The rank refuses the kernel's help, which would kill it with the server, and the agent's signal comes late."""
     file = script(tmp_path, f"import ctypes\nctypes.CDLL(None).prctl(1, 0)\n{WAITS}")
     with opened(tmp_path, fork=False) as own:
         pid = own.ready(own.start([file]))
@@ -340,17 +341,15 @@ def test_rank_of_a_killed_server_is_dead_before_its_end_is_told(
         assert dead == [True]
 
 
-def test_end_of_a_rank_that_was_given_up_is_none_of_its_successor(light: Rig, tmp_path: Path) -> None:
-    """It waited for a dead disk, and is killed where the next one of its number is started."""
+def test_end_of_an_abandoned_rank_is_not_its_successors(light: Rig, tmp_path: Path) -> None:
+    """The rank waited for a dead disk. It is killed when the next rank with its number starts."""
     light.ready(light.start([script(tmp_path, WAITS)]))
     light.server.start_rank(1, [str(script(tmp_path, "import sys\nsys.exit(3)", "next.py"))], env=light.env, name="")
     light.until(lambda: light.codes)
     assert light.codes == {1: 3}
 
 
-def test_life_of_a_rank_that_was_given_up_is_told_before_the_server_reads_of_its_successor(
-    light: Rig, tmp_path: Path
-) -> None:
+def test_unread_end_of_an_abandoned_rank_is_not_its_successors(light: Rig, tmp_path: Path) -> None:
     light.start([script(tmp_path, "print(flush=True)\nimport sys\nsys.exit(5)")])
     server = psutil.Process(light.server.pid)
     wait_for("the end of the first", lambda: light.printed(1) and not server.children())
@@ -359,7 +358,7 @@ def test_life_of_a_rank_that_was_given_up_is_told_before_the_server_reads_of_its
     assert light.codes == {1: 3}
 
 
-def test_batch_system_that_signals_every_process_ends_no_server(rig: Rig, tmp_path: Path) -> None:
+def test_server_survives_signals_to_every_process(rig: Rig, tmp_path: Path) -> None:
     port = rig.store()
     for process in (psutil.Process(rig.server.pid), *psutil.Process(rig.server.pid).children()):
         for number in (*Server.SIGNALS, signal.SIGUSR1):
@@ -383,7 +382,7 @@ def reachable(port: int) -> bool:
     return False
 
 
-def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path) -> None:
+def test_store_is_served_until_the_next_one_replaces_it(rig: Rig, tmp_path: Path) -> None:
     first = rig.store()
     assert rig.ran([script(tmp_path, store_user(first))]).code == 0
     second = rig.store()
@@ -394,10 +393,10 @@ def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path)
     assert len(os.listdir(f"/proc/{rig.server.pid}/task")) == 1
 
 
-# Whether it may be forked ---------------------------------------------------------------------------------------------
+# Whether the server may be forked -------------------------------------------------------------------------------------
 
 
-def test_server_that_has_a_thread_starts_fresh_interpreters(tmp_path: Path) -> None:
+def test_server_with_a_thread_starts_fresh_interpreters(tmp_path: Path) -> None:
     script(tmp_path, "import threading, time\n"
                      "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()", "threaded.py")
     file = script(tmp_path, "import sys\nprint('torch' in sys.modules, sys.argv[1:])\nsys.exit(3)")

@@ -1,7 +1,6 @@
-"""`rankup launch` with scripts that know nothing of it, from outside: command lines, files, signals and processes.
+"""`rankup launch` from outside, with scripts that do not know it: command lines, files, signals and processes.
 
-The scripts do not import torch, so that a test takes a second.
-"""
+The scripts do not import torch, so that a test takes a second."""
 
 import contextlib
 import importlib.util
@@ -46,13 +45,13 @@ def write(folder: Path, text: str) -> Path:
 
 
 def launch(folder: Path, text: str, *options: str, nproc: int = 2) -> Job:
-    """The agent of one node, whose script has this text."""
+    """Start the agent of one node. Its script has this text."""
     line = ("-m", "rankup", "launch", f"--nproc={nproc}", f"--run-dir={folder}/runs", *options)
     return start(sys.executable, *line, write(folder, text))
 
 
 def nodes(folder: Path, text: str, *options: str, num_nodes: int = 2, env: dict[str, str] | None = None) -> Job:
-    """The agents of several nodes, one rank each."""
+    """Start the agents of several nodes, with one rank each."""
     job, port = Job(), free_port()
     for node in range(num_nodes):
         add_node(job, folder / f"node{node}", text, *options, node=node, num_nodes=num_nodes, port=port, env=env)
@@ -74,7 +73,7 @@ def node_line(folder: Path, *, node: int, num_nodes: int, port: int) -> tuple[st
 
 
 def pid_of(folder: Path, rank: int, restart: int = 0, name: str = "here") -> int:
-    """Of the rank's process, once it has said that it is there."""
+    """Wait until the rank has written its file, and return the id of its process."""
     path = folder / f"{name}-{rank}-{restart}"
     wait_for(path.name, lambda: path.exists() and path.read_text())
     return int(path.read_text())
@@ -85,11 +84,12 @@ def status(folder: Path) -> dict[str, Any]:
     return found
 
 
-# What a rank gets, and what becomes of its output ---------------------------------------------------------------------
+# What a rank gets, and where its output goes
+# ---------------------------------------------------------------------------
 
 
 def set_by_torchrun() -> set[str]:
-    """Of the torch that is installed."""
+    """Return the variables that the installed torch sets."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
@@ -100,7 +100,7 @@ def set_by_torchrun() -> set[str]:
     return names
 
 
-def test_folder_of_the_launch_hides_no_module_from_a_script_elsewhere(forks: Forks, tmp_path: Path) -> None:
+def test_current_folder_hides_no_module_from_a_script_elsewhere(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "colorsys.py").write_text("raise SystemExit('of the wrong folder')")
     line = ("launch", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work", write(tmp_path, "import colorsys"))
@@ -108,7 +108,7 @@ def test_folder_of_the_launch_hides_no_module_from_a_script_elsewhere(forks: For
 
 
 @pytest.mark.parametrize("knows_us", [False, True])
-def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, tmp_path: Path) -> None:
+def test_rank_gets_torchruns_variables_arguments_and_folder(knows_us: bool, tmp_path: Path) -> None:
     facts = "{'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ)}"
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "own.py").touch()
@@ -117,7 +117,7 @@ def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, 
              "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTHONUNBUFFERED": ""}
     line = ("-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work", "-m")
     bare, words = ("env", "-u", "OMP_NUM_THREADS"), ["--", "--lr", "0.1", *(f"shard-{n:06}" for n in range(90_000))]
-    module = write(tmp_path, text).stem  # not in the folder where its ranks start
+    module = write(tmp_path, text).stem  # a module that is not in the folder where the ranks start
     env = {**given, "PYTHONPATH": f"{ROOT}{os.pathsep}library"}
     with ended(start(*bare, sys.executable, *line, module, *words, env=env, cwd=tmp_path)) as job:
         assert job.wait() == [0], job.output
@@ -137,7 +137,7 @@ def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, 
     assert ours == ({"RANKUP_AGENT", "RANKUP_CACHE"} if knows_us else set())
 
 
-def test_nobody_reads_what_is_printed_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_job_continues_when_nobody_reads_its_output(tmp_path: Path) -> None:
     text = "print('x' * 100, flush=True)\n" + WAITS + "print('y' * 100000, flush=True)\nif restart == 0: sys.exit(75)"
     with ended(launch(tmp_path, text, "--restart-on=75")) as job:
         pid_of(tmp_path, 0)
@@ -149,11 +149,11 @@ def test_nobody_reads_what_is_printed_and_the_job_goes_on(tmp_path: Path) -> Non
     assert status(tmp_path)["attempt"].endswith("-1")
 
 
-def test_last_lines_of_a_rank_are_in_its_file_where_nobody_reads_the_terminal(tmp_path: Path) -> None:
-    """The rank ends while its reader waits for the terminal."""
+def test_last_lines_of_a_rank_reach_its_file_when_nobody_reads_the_terminal(tmp_path: Path) -> None:
+    """The rank ends while the agent, which reads its output, waits for the terminal."""
     text = "print(('x' * 99 + '\\n') * 1100, end='')\nraise ValueError('the last line')"
     with ended(Job()) as job:
-        job.processes.append(subprocess.Popen(  # nobody reads its pipe
+        job.processes.append(subprocess.Popen(  # nobody reads this pipe
             [sys.executable, "-m", "rankup", "launch", f"--run-dir={tmp_path}/runs", write(tmp_path, text)],
             env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         ))
@@ -162,8 +162,8 @@ def test_last_lines_of_a_rank_are_in_its_file_where_nobody_reads_the_terminal(tm
     assert status(tmp_path)["ranks"]["0"]["why"] == "ValueError: the last line"
 
 
-def test_lines_of_ranks_carry_their_names_and_their_file_has_the_time(tmp_path: Path) -> None:
-    """Also where a process that a rank left behind holds its output open."""
+def test_lines_have_rank_and_host_and_in_the_file_the_time(tmp_path: Path) -> None:
+    """Also if a process that the rank left behind keeps its output open."""
     text = r"""
 os.write(1, b"one\n\ntwo \xff")
 wait_for("go")
@@ -190,7 +190,7 @@ if rank == 0:
     assert sorted(lines) == sorted(f"{host} r1 {line}" for line in said)
 
 
-def test_rank_alone_prints_as_it_is_and_its_bar_does_not_fill_the_log(tmp_path: Path) -> None:
+def test_single_rank_prints_unchanged_and_its_progress_bar_does_not_fill_the_log(tmp_path: Path) -> None:
     text = 'for step in range(1000): sys.stderr.write(f"\\r{step}/1000")\n'
     text += 'sys.stderr.write("\\rall 1000\\r\\nnext\\n")\nsys.stderr.flush()\nos.write(2, b"\\xff")'
     line = [sys.executable, "-m", "rankup", "launch", f"--run-dir={tmp_path}/runs", write(tmp_path, text)]
@@ -200,7 +200,7 @@ def test_rank_alone_prints_as_it_is_and_its_bar_does_not_fill_the_log(tmp_path: 
     assert [line.partition(" r0 ")[2] for line in lines] == ["all 1000", "next", "\ufffd"]
 
 
-def test_run_at_an_address_has_its_folder_in_the_cache(tmp_path: Path) -> None:
+def test_run_in_an_object_store_has_its_folder_in_the_cache(tmp_path: Path) -> None:
     rankup, where = (sys.executable, "-m", "rankup"), "--run-dir=s3://bucket/runs"
     env = environment({"PYTHONPATH": str(ROOT), "RANKUP_CACHE": str(tmp_path / "cache")})
     for words in (["launch", where, write(tmp_path, "")], ["status", "job", where]):
@@ -209,7 +209,7 @@ def test_run_at_an_address_has_its_folder_in_the_cache(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "cache"}
 
 
-def test_job_ends_although_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Path) -> None:
+def test_job_ends_while_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, "wait_for('hangs')")
     forks.ends("launch", "--run-dir", tmp_path / "runs", script, env={"HANGS": f"{tmp_path}/hangs"},
                preload="tests.agent.test_launch:hang_from_the_first_report_on")
@@ -237,7 +237,7 @@ def hang_from_the_first_report_on() -> None:
      "RuntimeError: the script ended without job.finish(): no --data"),
     ("import rankup", "SystemExit: no --data"),  # before there is a run
 ])
-def test_text_of_sys_exit_is_named_as_the_cause(begin: str, cause: str, forks: Forks, tmp_path: Path) -> None:
+def test_message_of_sys_exit_is_the_cause(begin: str, cause: str, forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, f"{begin}\nsys.exit('no --data')")
     output = forks.ends("launch", f"--run-dir={tmp_path}/runs", script, code=1)
     assert f"ended with 1 ({cause}) (exit code 1)" in output
@@ -247,7 +247,7 @@ def test_text_of_sys_exit_is_named_as_the_cause(begin: str, cause: str, forks: F
     assert cause in diagnose_files([tmp_path / "runs/job"])[0].seen
 
 
-def test_fault_of_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
+def test_exception_of_one_rank_ends_all_and_is_named(tmp_path: Path) -> None:
     text = "say('here')\nif rank == 1: raise MemoryError('boom')\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:
         assert job.wait() == [1], job.output
@@ -264,8 +264,8 @@ def test_fault_of_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [139, 171])
-def test_lost_rank_is_started_again_with_all_others(code: int, tmp_path: Path) -> None:
-    """The one that is lost waits for the other one, which may start late and has to have said that it is there."""
+def test_all_ranks_restart_after_a_lost_one(code: int, tmp_path: Path) -> None:
+    """The rank that dies waits for the other one, which may start late and must have written its file."""
     text = f"say('here')\nif restart < 2 and rank == 1:\n    wait_for(f'here-0-{{restart}}')\n    os._exit({code})\n"
     text += "if restart < 2: wait_for('never')\n"
     with ended(launch(tmp_path, text + "print('args', sys.argv[1:])", "--restart-args=--resume 'a b'")) as job:
@@ -276,8 +276,8 @@ def test_lost_rank_is_started_again_with_all_others(code: int, tmp_path: Path) -
     assert {path.name for path in tmp_path.glob("here-*")} == {f"here-{r}-{n}" for r in TWO for n in range(3)}
 
 
-def test_job_that_goes_on_with_a_run_gets_the_arguments_of_a_restart(tmp_path: Path) -> None:
-    """Also where its agent was killed; not after it has failed or finished."""
+def test_restart_arguments_are_given_when_a_run_continues(tmp_path: Path) -> None:
+    """Also after its agent was killed, but not after the run has failed or finished."""
     text = "say('with' if sys.argv[1:] == ['--resume'] else 'without')\nsay('here')\n"
     ends = [(WAITS, signal.SIGTERM), (WAITS, signal.SIGKILL), ("sys.exit(1)\n", None), ("", None), ("", None)]
     given = []
@@ -295,7 +295,7 @@ def test_job_that_goes_on_with_a_run_gets_the_arguments_of_a_restart(tmp_path: P
 
 
 def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> None:
-    """And none of the faults that explain the end."""
+    """`explain` does not count it among the faults."""
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS + "if rank: sys.exit(7)\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:
         for rank in TWO:
@@ -306,10 +306,8 @@ def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> No
     assert [each.rank for each in diagnose_files([tmp_path / "runs/job"])] == [1]
 
 
-def test_forked_ranks_are_started_anew_where_their_server_is_killed_and_end_with_their_agent(
-    forks: Forks, tmp_path: Path
-) -> None:
-    """And with them what they have started, the server and the store. The second server is a fresh interpreter."""
+def test_forked_ranks_restart_with_their_server_and_end_with_their_agent(forks: Forks, tmp_path: Path) -> None:
+    """Their children, the server and the store end with the agent too. The second server is a new interpreter."""
     text = "import rankup, subprocess\nif restart == 0:\n    child = subprocess.Popen(['sleep', '600'])\n"
     text += "    (folder / f'child-{rank}-0').write_text(str(child.pid))\n"
     script = write(tmp_path, text + WAITS)
@@ -342,7 +340,7 @@ for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, handle)
     ("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGTERM"), ("SIGHUP", "SIGTERM"),
 ])
 def test_signal_reaches_all_ranks_which_may_save(sent: str, got: str, tmp_path: Path) -> None:
-    """A script that handles SIGUSR1 itself is below."""
+    """test_stop_after_a_notice_lets_ranks_save has a script with a handler for SIGUSR1."""
     with ended(launch(tmp_path, HANDLES + WAITS)) as job:
         for rank in TWO:
             pid_of(tmp_path, rank)
@@ -370,7 +368,7 @@ for _ in job.steps(10**6):
 """
 
 
-def test_script_that_prints_to_its_closed_terminal_saves_and_leaves(forks: Forks, tmp_path: Path) -> None:
+def test_script_that_prints_to_its_closed_terminal_saves_and_stops(forks: Forks, tmp_path: Path) -> None:
     forks.ends("launch", f"--run-dir={tmp_path}/runs", write(tmp_path, CLOSED), code=143)
     assert list((tmp_path / "runs/job/checkpoints").glob("step-*"))
     assert "to nobody" in (tmp_path / "runs/job/logs/rank-0.log").read_text()
@@ -396,7 +394,7 @@ def test_script_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:
     assert "rank 0 did not end within 0.5 s after SIGTERM (--stop-grace-s): killed" in job.output
 
 
-def test_second_signal_some_seconds_later_ends_it_at_once(tmp_path: Path) -> None:
+def test_second_signal_seconds_later_ends_the_job_at_once(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGINT, lambda *_: say('asked'))\nsay('here')\nwait_for('never')"
     with ended(launch(tmp_path, text, "--stop-grace-s=100000")) as job:
         pids = [pid_of(tmp_path, rank) for rank in TWO]
@@ -411,7 +409,7 @@ def test_second_signal_some_seconds_later_ends_it_at_once(tmp_path: Path) -> Non
     assert status(tmp_path)["state"] == "stopped"
 
 
-def test_batch_system_that_signals_every_process_is_obeyed_once(tmp_path: Path) -> None:
+def test_stop_signal_to_every_process_counts_once(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n" + WAITS
     with ended(launch(tmp_path, text)) as job:
         pids = [pid_of(tmp_path, rank) for rank in TWO]
@@ -422,7 +420,7 @@ def test_batch_system_that_signals_every_process_is_obeyed_once(tmp_path: Path) 
     assert not list(tmp_path.glob("here-*-1"))
 
 
-def test_stop_follows_a_notice(tmp_path: Path) -> None:
+def test_stop_after_a_notice_lets_ranks_save(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGUSR1, lambda *_: say('noticed'))\n"
     text += "signal.signal(signal.SIGTERM, lambda *_: (say('saved'), sys.exit(0)))\n"
     with ended(launch(tmp_path, text + WAITS)) as job:
@@ -435,9 +433,7 @@ def test_stop_follows_a_notice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("node", TWO)
-def test_stop_before_the_ranks_are_there_ends_at_once_also_in_the_middle_of_a_greeting(
-    node: int, tmp_path: Path
-) -> None:
+def test_stop_while_agents_meet_ends_the_job_at_once(node: int, tmp_path: Path) -> None:
     port = free_port()
     with ended(Job()) as job, contextlib.ExitStack() as stack:
         leader = stack.enter_context(socket.create_server(("127.0.0.1", port))) if node else None
@@ -447,7 +443,7 @@ def test_stop_before_the_ranks_are_there_ends_at_once_also_in_the_middle_of_a_gr
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             assert stranger.recv(10)
         else:
-            stack.enter_context(leader.accept()[0])  # and says nothing
+            stack.enter_context(leader.accept()[0])  # a leader that sends nothing
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.wait() == [143], job.output
     assert "Traceback" not in job.output
@@ -456,7 +452,7 @@ def test_stop_before_the_ranks_are_there_ends_at_once_also_in_the_middle_of_a_gr
 # Several nodes --------------------------------------------------------------------------------------------------------
 
 
-def test_lost_rank_of_one_node_restarts_those_of_all(tmp_path: Path) -> None:
+def test_lost_rank_of_one_node_restarts_the_ranks_of_all_nodes(tmp_path: Path) -> None:
     with ended(nodes(tmp_path, WAITS)) as job:
         folders = [tmp_path / f"node{node}" for node in TWO]
         pid_of(folders[0], 0)
@@ -465,11 +461,11 @@ def test_lost_rank_of_one_node_restarts_those_of_all(tmp_path: Path) -> None:
             pid_of(folders[rank], rank, restart=1)
             (folders[rank] / "go").touch()
         assert job.wait() == [0, 0], job.output
-    for output in job.outputs:  # each node says why
+    for output in job.outputs:  # each node names the cause
         assert re.search(r"rank 1 on \S+ ended with 137 \(SIGKILL.*restarted \(1 of 3", output), job.output
 
 
-def test_mistake_of_a_rank_that_has_met_nobody_is_named_on_each_node(forks: Forks, tmp_path: Path) -> None:
+def test_mistake_of_a_rank_that_met_no_other_is_named_on_each_node(forks: Forks, tmp_path: Path) -> None:
     port, script = free_port(), write(tmp_path, "import rankup\nif rank: rankup.init(__file__)\nwait_for('never')\n")
     jobs = [forks.start("launch", *node_line(tmp_path / f"node{node}", node=node, num_nodes=2, port=port), script)
             for node in TWO]
@@ -479,8 +475,8 @@ def test_mistake_of_a_rank_that_has_met_nobody_is_named_on_each_node(forks: Fork
         assert re.search(said, job.output), job.output
 
 
-def test_stop_of_another_node_is_not_this_nodes_own_first_signal(tmp_path: Path) -> None:
-    """Nodes are drained one after the other."""
+def test_first_signal_after_another_nodes_stop_does_not_end_ranks_at_once(tmp_path: Path) -> None:
+    """Nodes are often drained one after the other."""
     with ended(nodes(tmp_path, HANDLES + WAITS)) as job:
         folders = [tmp_path / f"node{node}" for node in TWO]
         for rank in TWO:
@@ -491,13 +487,13 @@ def test_stop_of_another_node_is_not_this_nodes_own_first_signal(tmp_path: Path)
         time.sleep(REPEAT_S + 0.2)
         job.processes[1].send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
-            job.processes[1].wait(1)  # it would have ended by then
+            job.processes[1].wait(1)  # the agent would have ended by then
         for rank in TWO:
             (folders[rank] / f"saved-{rank}").touch()
         assert job.wait() == [143, 143], job.output
 
 
-def test_node_that_does_not_come_is_named_on_each_node(tmp_path: Path) -> None:
+def test_missing_node_is_named_on_each_node(tmp_path: Path) -> None:
     job, port = Job(), free_port()
     with ended(job):
         for node in TWO:
@@ -515,10 +511,10 @@ def test_nodes_with_different_scripts_are_refused(tmp_path: Path) -> None:
             add_node(job, tmp_path / f"node{node}", f"print({node})", node=node, num_nodes=2, port=port)
         assert job.wait() == [2, 2], job.output
     assert re.search(r"rank 1 on \S+ \(pid \d+\) differs from rank 0 on .*: script job.py must be ", job.output)
-    assert not list(tmp_path.glob("node*/runs"))  # the status of an earlier run stays as it was
+    assert not list(tmp_path.glob("node*/runs"))  # the status of an earlier run is not overwritten
 
 
-def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
+def test_second_job_with_the_same_name_is_refused(tmp_path: Path) -> None:
     with ended(launch(tmp_path, WAITS)) as first, ended(launch(tmp_path, WAITS)) as second:
         agents = [job.processes[0] for job in (first, second)]
         codes = wait_for("an end", lambda: [agent.returncode for agent in agents if agent.poll()])
@@ -527,11 +523,11 @@ def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
         assert sorted([*first.wait(), *second.wait()]) == [0, 2]
     assert "is owned by a live attempt" in first.output + second.output
     with ended(launch(tmp_path, "", f"--run-dir={tmp_path}/go")) as job:
-        assert job.wait() == [2], job.output  # a file is there: another try would not help
+        assert job.wait() == [2], job.output  # the path is a file, and a retry would not help
 
 
-def test_launch_whose_fork_server_is_killed_before_it_is_ready_ends_with_137_and_says_so(tmp_path: Path) -> None:
-    """As where the memory does not suffice for torch: another server would end in the same way."""
+def test_launch_ends_with_137_when_its_fork_server_is_killed_before_it_is_ready(tmp_path: Path) -> None:
+    """Without enough memory to import torch, a second server would end in the same way."""
     (tmp_path / "killer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     script = write(tmp_path, "import rankup\n__preload__ = ['killer']\n")
     with ended(start(sys.executable, "-m", "rankup", "launch", f"--run-dir={tmp_path}/runs", script)) as job:

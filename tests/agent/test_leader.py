@@ -1,8 +1,7 @@
 """How the members of a job meet, lose each other and meet again.
 
-Most members here are puppets, see `meeting_room`; a member's own side is in test_attendance.py. Real processes are
-killed and stopped in test_membership.py and test_launch.py.
-"""
+Most members here are puppets, see `meeting_room`; test_leader_connection.py tests a member's own side.
+test_membership.py and test_launch.py kill and stop real processes."""
 
 import asyncio
 import json
@@ -39,12 +38,12 @@ def basis(voters: int, used: int, **more: Any) -> dict[str, Any]:
     [
         (3, 3, (0,), False), (3, 3, (1, 2), True), (3, 2, (1, 2), True), (2, 2, (0,), True), (2, 2, (1,), False),
         (4, 4, (0, 3), True), (4, 4, (1, 2), False), (5, 2, (2, 3, 4), False), (5, 2, (1, 3, 4), True),
-        (3, 3, (2, 1), True),  # the one that leads comes first
+        (3, 3, (2, 1), True),  # the leader comes first
     ],
 )
 @asynchronous
 async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: tuple[int, ...], goes_on: bool):
-    """A majority, of two halves the one with the leader; and never spares alone."""
+    """A majority may, or the half with the leader, but never spares alone."""
     async with room(member(here[0], of=5), ANY) as there:
         puppets = [await there.enter(member(node, of=5), n=7, basis=basis(voters, used)) for node in here]
         await there.pass_time(3.0, *puppets)
@@ -59,7 +58,7 @@ async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: t
 
 
 @pytest.mark.parametrize("here", [(0, 1), (2, 3)])
-def test_each_of_two_halves_that_share_a_place_has_to_own_what_follows(here: tuple[int, int]):
+def test_each_half_must_claim_the_next_membership_in_a_shared_folder(here: tuple[int, int]):
     half = [f"token{node}" for node in here]
     assert outvoted(basis(4, 4), half, shared=True) == ""
     assert claims(basis(4, 4), half) == {7}
@@ -68,14 +67,14 @@ def test_each_of_two_halves_that_share_a_place_has_to_own_what_follows(here: tup
     assert outvoted(basis(4, 4), half[:1], shared=True)
 
 
-def test_node_that_has_left_has_no_say_in_any_membership_that_may_be_the_last():
+def test_node_that_left_has_no_vote_in_the_last_memberships():
     left = without(basis(3, 2, before=[{"n": 6, "voters": ["token0", "token3"]}]), "token0")
     assert left == {"voters": ["token1", "token2"], "before": [{"n": 6, "voters": ["token3"]}], "left": True}
 
 
 @asynchronous
-async def test_half_that_does_not_own_what_follows_proposes_nothing():
-    """Its members would take that for newer than what the other half has committed, and make others do so."""
+async def test_half_that_cannot_claim_the_next_membership_proposes_nothing():
+    """Its members would take the proposal for newer than the other half's commit, and impose it on others."""
     asked = list[tuple[str, int]]()
 
     async def claim(job: str, n: int) -> bool:
@@ -96,8 +95,8 @@ async def test_half_that_does_not_own_what_follows_proposes_nothing():
 
 
 @asynchronous
-async def test_proposal_that_was_not_committed_counts_together_with_the_membership_before_it():
-    """Nodes 2 to 4 may not know of it, and be the majority of that one."""
+async def test_uncommitted_proposal_counts_only_with_the_membership_before_it():
+    """Nodes 2 to 4 may not know of the proposal, and have the majority of the membership before it."""
     async with room(member(0, of=5), ANY) as there:
         last = basis(3, 3, before=[{"n": 6, "voters": [f"token{node}" for node in range(5)]}])
         puppets = [await there.enter(member(node, of=5), n=7, basis=last) for node in (0, 1)]
@@ -110,8 +109,8 @@ async def test_proposal_that_was_not_committed_counts_together_with_the_membersh
 
 
 @asynchronous
-async def test_leader_says_that_it_knows_what_it_has_proposed_itself():
-    """Of two that know of the same committed membership the one that has proposed more goes on."""
+async def test_leader_announces_its_own_uncommitted_proposal():
+    """Of two leaders that know the same committed membership, the one with the newer proposal continues."""
     async with room(limits=Limits(2, 3, wait_s=0.0)) as here:
         puppets = await here.three()
         await here.agree(puppets)
@@ -126,8 +125,8 @@ async def test_leader_says_that_it_knows_what_it_has_proposed_itself():
 
 
 @asynchronous
-async def test_spare_that_leads_goes_on_from_a_membership_whose_proposal_it_has_not_heard():
-    """It came later, and those that were in use have left. The others come to no leader who knows less."""
+async def test_spare_may_lead_from_a_membership_that_it_never_heard_proposed():
+    """It came later, and the nodes in use have left. Nobody joins a leader that knows less than itself."""
     last = {**basis(4, 2), "voters": ["token2", "token3"], "left": True}
     async with room(member(2, of=5), Limits(2, 3, wait_s=0.0)) as there:
         puppets = [await there.enter(member(2, of=5), n=7, basis=last)]
@@ -139,8 +138,8 @@ async def test_spare_that_leads_goes_on_from_a_membership_whose_proposal_it_has_
 
 
 @asynchronous
-async def test_membership_that_was_committed_is_newer_than_a_proposal_of_the_same_number():
-    """Another part of the job may have made that one: its voters are not those of the job that goes on."""
+async def test_committed_membership_beats_a_proposal_with_the_same_number():
+    """Another part of the job may have made the proposal, with voters that the continuing job does not have."""
     async with room(member(0, of=5), ANY) as there:
         puppets = [await there.enter(member(0, of=5), n=7, basis=basis(2, 2))]
         await there.pass_time(FOUND_S + 1, *puppets)
@@ -157,8 +156,8 @@ async def test_membership_that_was_committed_is_newer_than_a_proposal_of_the_sam
 
 
 @asynchronous
-async def test_proposal_of_a_leader_that_was_cut_off_is_older_than_what_the_others_have_committed():
-    """It had not noticed yet who was gone, and proposed again and again, with higher numbers."""
+async def test_proposal_of_a_cut_off_leader_is_older_than_the_others_commit():
+    """Such a leader loses its members one by one, and proposes again each time, with higher numbers."""
     async with room(member(1, of=5), ANY) as there:
         last, ours, theirs = ([f"token{node}" for node in nodes] for nodes in (range(5), (0, 1, 4), (2, 3, 4)))
         proposed = basis(5, 5, before=[{"n": 7, "voters": last}]) | {"n": 10, "voters": ours, "used": ours}
@@ -171,7 +170,7 @@ async def test_proposal_of_a_leader_that_was_cut_off_is_older_than_what_the_othe
 
 
 @asynchronous
-async def test_spares_know_a_proposal_before_it_is_committed_and_take_nobodys_place():
+async def test_spare_must_know_a_proposal_before_its_commit_but_gets_nobodys_place():
     async with room(member(0, of=3), Limits(1, 2, wait_s=0.0)) as here:
         used = [await here.enter(member(rank, of=3)) for rank in (0, 2)]
         await here.agree(used)
@@ -190,10 +189,8 @@ async def test_spares_know_a_proposal_before_it_is_committed_and_take_nobodys_pl
 
 @pytest.mark.parametrize("called", [[False], [True, True]])
 @asynchronous
-async def test_new_node_0_founds_no_job_before_that_of_others_could_call_it_nor_while_a_member_looks_for_its_leader(
-    called: list[bool]
-):
-    """That one may be cut off from node 0."""
+async def test_new_node_0_founds_no_job_while_members_may_still_look_for_their_leader(called: list[bool]):
+    """The leader that they look for may be cut off from node 0."""
     async with room(member(0, of=3), Limits(1, 3, wait_s=0.0)) as here:
         puppet = await here.enter(member(0, of=3))
         for call in called:
@@ -202,7 +199,7 @@ async def test_new_node_0_founds_no_job_before_that_of_others_could_call_it_nor_
                 await link.receive()
                 link.send("leads", n=2, formed=2, running=False, token="token2", port=0, job="job")
                 with pytest.raises(ConnectionError):
-                    await link.receive()  # it was heard
+                    await link.receive()  # the message has arrived
             await here.pass_time(FOUND_S - 1, puppet)
         await here.nothing_is_said_to(puppet)
         await here.pass_time(2.0, puppet)
@@ -225,7 +222,7 @@ async def test_ranks_do_not_stop_for_a_newcomer_that_still_imports():
 
 @pytest.mark.parametrize("most", [1, 3])
 @asynchronous
-async def test_node_that_differs_and_comes_while_the_job_begins_is_turned_away_alone(most: int):
+async def test_node_that_differs_and_comes_during_the_commit_is_turned_away_alone(most: int):
     """It gets no vote, and the ranks do not stop for it."""
     async with room(member(0, of=2), Limits(1, most, wait_s=0.0)) as here:
         begun, prepared = asyncio.Event(), asyncio.Event()
@@ -254,14 +251,14 @@ async def test_node_that_differs_and_comes_while_the_job_begins_is_turned_away_a
 
 
 @asynchronous
-async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch):
-    """One that is started anew waits longer each time: the ranks would stop for it again and again."""
+async def test_nodes_without_a_route_are_left_out_and_the_others_continue(monkeypatch: pytest.MonkeyPatch):
+    """A node that returns waits longer each time. Otherwise the ranks would stop for it again and again."""
     monkeypatch.setattr(timing, "RETURN_S", 10.0)
     async with room(limits=Limits(2, 3, wait_s=2.0)) as here:
         puppets = await here.three()
         for puppet, problem in zip(puppets, ("no route to node1", "", "no answer from node0"), strict=True):
             puppet.send("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
-        assert (await puppets[2].hears("left_out"))["why"] == "no route to node1"  # never the one that leads
+        assert (await puppets[2].hears("left_out"))["why"] == "no route to node1"  # never the leader
         await here.pass_time(FOUND_S + 1, *puppets)
         said = await here.agree(puppets[:2])
         assert (said["hosts"], said["basis"]["voters"]) == ([["node0", 1], ["node1", 1]], ["token0", "token1"])
@@ -278,8 +275,8 @@ async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on(monkeypat
 
 
 @asynchronous
-async def test_lost_spare_disturbs_nobody_and_has_a_vote_until_the_others_know_that_it_has_none():
-    """Else the leader, cut off from both, would go on alone, and the other node with the spare."""
+async def test_lost_spare_keeps_its_vote_until_the_others_know_of_its_loss():
+    """Otherwise a leader cut off from both could continue alone, and the other node with the spare."""
     async with room(limits=Limits(1, 2, wait_s=0.0)) as here:
         puppets = [await here.enter(member(rank)) for rank in (0, 1)]
         await here.agree(puppets)
@@ -305,7 +302,7 @@ async def test_lost_spare_disturbs_nobody_and_has_a_vote_until_the_others_know_t
 
 
 @asynchronous
-async def test_leader_yields_to_one_of_its_job_that_knows_a_newer_membership():
+async def test_leader_yields_to_a_leader_of_its_job_with_a_newer_membership():
     async with room(limits=ANY) as here:
         puppet = await here.enter(member(0), n=7, basis=basis(3, 3))
         await here.nothing_is_said_to(puppet)
@@ -316,8 +313,9 @@ async def test_leader_yields_to_one_of_its_job_that_knows_a_newer_membership():
 
 
 @asynchronous
-async def test_job_that_runs_goes_on_where_the_leader_that_was_cut_off_comes_back_and_has_proposed_more():
-    """It saw by and by who was gone, and proposed again each time; it comes to the others although it knows of that."""
+async def test_running_job_beats_a_cut_off_leader_that_proposed_more():
+    """The cut-off leader lost its members one by one, and proposed again each time. It must join the others although
+    its own number is higher."""
     limits = Limits(2, 2, wait_s=0.0)
     async with room(member(0, of=5), limits) as alone, room(member(1, of=5), limits) as there:
         first, *others = [await alone.enter(member(node, of=5), n=7, basis=basis(5, 2)) for node in range(5)]
@@ -345,7 +343,7 @@ async def test_job_that_runs_goes_on_where_the_leader_that_was_cut_off_comes_bac
 
 
 @asynchronous
-async def test_nodes_that_all_leave_are_those_of_the_membership_that_ends_the_job():
+async def test_last_membership_of_a_stopped_job_has_the_nodes_that_left():
     async with room(limits=Limits(1, 3, wait_s=0.0)) as here:
         puppets = await here.job()
         for puppet in puppets:
@@ -359,7 +357,7 @@ async def test_nodes_that_all_leave_are_those_of_the_membership_that_ends_the_jo
 
 
 @asynchronous
-async def test_leader_that_leaves_chooses_nobody():
+async def test_leader_that_leaves_proposes_nothing():
     async with room(limits=Limits(1, 3, wait_s=0.0)) as here:
         puppets = await here.job()
         puppets[0].send("leaving")
@@ -372,7 +370,7 @@ async def test_leader_that_leaves_chooses_nobody():
 
 @asynchronous
 async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
-    """They wait themselves, and hear what is missing where too few are left."""
+    """If too few nodes are left, the importing nodes wait too, and hear what is missing."""
     async with room(limits=Limits(2, 3, wait_s=0.0)) as here:
         puppets = [await here.enter(member(rank)) for rank in (0, 1)]
         await here.pass_time(FOUND_S + 1, *puppets)
@@ -385,7 +383,7 @@ async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
         text = "2 of at least 2 nodes are here, 1 of them still importing torch (lost: rank 1 on node1 (pid 1001): "
         for puppet in (puppets[0], new):
             assert (await puppet.hears("waiting"))["text"].startswith(text)
-        puppets[0].send("alive", ranks=[], warm=False)  # there is no other that leads
+        puppets[0].send("alive", ranks=[], warm=False)  # no other node leads
         new.send("alive", ranks=[], warm=True)
         await here.pass_time(1.0, puppets[0], new)
         n = (await new.hears("propose"))["n"]
@@ -397,8 +395,8 @@ async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
             assert (await puppet.hears("waiting"))["text"] == f"{late} (late: 1 on node2)"
 
 
-def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPatch):
-    """64 members look for a leader at once: each of them asks a few."""
+def test_only_the_next_leader_asks_all_members(monkeypatch: pytest.MonkeyPatch):
+    """When 64 members look for a leader at once, each of the others asks only a few."""
     asked: list[str] = []
     alive = {f"10.0.0.{node}": f"token{node}" for node in range(2, 64)}
 
@@ -428,7 +426,7 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("said", "leads"), [
     ({}, True), ({"formed": 6, "n": 9}, False), ({"job": "another"}, False), ({"token": "token1"}, False),
 ])
-def test_who_leads_another_job_or_knows_less_or_is_the_member_itself_is_not_followed(
+def test_leader_of_another_job_or_with_an_older_membership_is_not_followed(
     said: dict[str, Any], leads: bool, monkeypatch: pytest.MonkeyPatch
 ):
     async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -440,18 +438,18 @@ def test_who_leads_another_job_or_knows_less_or_is_the_member_itself_is_not_foll
     assert found == (("10.0.0.0", 1) if leads else None)
 
 
-# Coming together ------------------------------------------------------------------------------------------------------
+# Meeting --------------------------------------------------------------------------------------------------------------
 
 
 @asynchronous
-async def test_a_member_that_goes_voids_the_proposal():
+async def test_lost_member_voids_the_proposal():
     async with room() as here:
         puppets = await here.three()
         await all_hear("propose", puppets)
         puppets[0].vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
         puppets[0] = await here.enter(member(0, token="again"))
-        for puppet, n in zip(puppets, (2, 1, 2), strict=True):  # what it says of an earlier one does not count
+        for puppet, n in zip(puppets, (2, 1, 2), strict=True):  # an answer to an earlier proposal does not count
             assert (await puppet.hears("propose"))["n"] == 2
             puppet.send("ready", n=n, problem="")
         await here.nothing_is_said_to(*puppets)
@@ -460,7 +458,7 @@ async def test_a_member_that_goes_voids_the_proposal():
 
 
 @asynchronous
-async def test_a_member_that_goes_while_the_leader_prepares_voids_the_proposal():
+async def test_member_lost_while_the_leader_prepares_voids_the_proposal():
     async with room() as here:
         began, gone, go = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -478,7 +476,7 @@ async def test_a_member_that_goes_while_the_leader_prepares_voids_the_proposal()
         await get_ready(puppets)
         await began.wait()
         puppets[1].vanish()
-        await gone.wait()  # cancelled: nobody has set `go`
+        await gone.wait()  # the preparation was cancelled: nobody has set `go`
         go.set()
         await here.nothing_is_said_to(puppets[0], puppets[2])
         puppets[1] = await here.enter(member(1, token="again"))
@@ -493,7 +491,7 @@ async def test_a_member_that_goes_while_the_leader_prepares_voids_the_proposal()
     ],
 )
 @asynchronous
-async def test_all_are_refused_where_the_leader_can_not_prepare(error: Exception | None, code: int, text: str):
+async def test_all_members_end_when_the_leader_cannot_prepare(error: Exception | None, code: int, text: str):
     async def prepare(n: int) -> Mapping[str, Any]:
         if error is not None:
             raise error
@@ -509,7 +507,7 @@ async def test_all_are_refused_where_the_leader_can_not_prepare(error: Exception
 
 
 @asynchronous
-async def test_a_route_to_a_member_that_is_ending_is_no_reason_to_refuse_the_others():
+async def test_missing_route_to_a_member_that_ends_refuses_nobody():
     async with room() as here:
         puppets = await here.three()
         for puppet, problem in zip(puppets, ["1 refuses", "", ""], strict=True):
@@ -519,11 +517,11 @@ async def test_a_route_to_a_member_that_is_ending_is_no_reason_to_refuse_the_oth
         await here.agree(puppets)
 
 
-# Who can't belong to it ----------------------------------------------------------------------------------------------
+# Members that do not fit ---------------------------------------------------------------------------------------------
 
 
 @asynchronous
-async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was_whole():
+async def test_member_that_does_not_fit_is_named_and_ends_no_complete_job():
     newcomer, text = member(1, of=9, token="new"), "rank 1 on node1 (pid 1001) was started with WORLD_SIZE=9, rank 0 on"
     async with room() as here:
         for puppet in (await here.enter(member(0)), await here.enter(newcomer)):
@@ -563,7 +561,7 @@ async def test_new_leader_that_differs_leaves_the_job_to_the_others():
     ids=range(15),
 )
 @asynchronous
-async def test_who_sends_nonsense_is_cut_off_and_changes_nothing(data: bytes):
+async def test_stranger_that_sends_garbage_is_disconnected(data: bytes):
     async with room() as here:
         first = await here.enter(member(0))
         link = await here.connect()
@@ -574,7 +572,7 @@ async def test_who_sends_nonsense_is_cut_off_and_changes_nothing(data: bytes):
 
 
 @asynchronous
-async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+async def test_stranger_that_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "HELLO_S", 0.01)
     async with room() as here:
         link = await here.connect()
@@ -586,7 +584,7 @@ async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
     "message", [{"is": "ready"}, {"is": "alive", "ranks": 3}, {"is": "alive", "ranks": [{"ago_s": 1.0}]}, {"is": "end"}]
 )
 @asynchronous
-async def test_a_member_that_sends_nonsense_is_lost(message: dict[str, Any]):
+async def test_member_that_sends_garbage_is_lost(message: dict[str, Any]):
     async with room() as here:
         puppets = await here.job()
         puppets[1].link.write(json.dumps(message).encode() + b"\n")
@@ -594,11 +592,11 @@ async def test_a_member_that_sends_nonsense_is_lost(message: dict[str, Any]):
         assert said["why"].startswith("it sent a message that makes no sense: ")
 
 
-# Two with one rank ---------------------------------------------------------------------------------------------------
+# Two processes with one rank ------------------------------------------------------------------------------------------
 
 
 @asynchronous
-async def test_a_rank_that_comes_again_takes_the_place_of_its_frozen_process():
+async def test_restarted_member_takes_the_place_of_its_frozen_process():
     async with room() as here:
         first, frozen, last = await here.job()
         again = await here.enter(member(1, token="again", pid=77))
@@ -610,7 +608,7 @@ async def test_a_rank_that_comes_again_takes_the_place_of_its_frozen_process():
 
 
 @asynchronous
-async def test_a_member_that_connects_again_need_not_wait_for_its_own_old_connection():
+async def test_member_that_reconnects_does_not_wait_for_its_old_connection():
     async with room() as here:
         first, cut, last = await here.job()
         again = await here.enter(cut.me)
@@ -620,11 +618,11 @@ async def test_a_member_that_connects_again_need_not_wait_for_its_own_old_connec
         assert here.now_s == 1000.0
 
 
-# Losing and meeting again ---------------------------------------------------------------------------------------------
+# Loss and the next membership -----------------------------------------------------------------------------------------
 
 
 @asynchronous
-async def test_a_lost_member_is_told_to_all_and_its_successor_makes_the_next_membership():
+async def test_loss_is_told_to_all_and_a_successor_completes_the_next_membership():
     async with room() as here:
         first, lost, last = await here.job()
         lost.vanish()
@@ -640,7 +638,7 @@ async def test_a_lost_member_is_told_to_all_and_its_successor_makes_the_next_mem
 
 
 @asynchronous
-async def test_members_may_go_once_it_is_over_and_nobody_else_is_taken():
+async def test_members_may_leave_an_ended_job_and_nobody_may_join_it():
     async with room() as here:
         puppets = await here.job()
         here.leader.end("", code=0)
@@ -656,8 +654,8 @@ async def test_members_may_go_once_it_is_over_and_nobody_else_is_taken():
 
 
 @asynchronous
-async def test_no_membership_is_prepared_once_it_is_over():
-    """Somebody has stopped the job while ranks were still ending: its end would be judged and written twice."""
+async def test_ended_job_prepares_no_membership():
+    """The job was stopped while ranks were still ending: its end would be judged and written twice."""
     prepared = list[int]()
 
     async def prepare(n: int) -> dict[str, Any]:
@@ -677,7 +675,7 @@ async def test_no_membership_is_prepared_once_it_is_over():
 
 
 @asynchronous
-async def test_a_member_whose_ranks_have_all_finished_may_go():
+async def test_member_whose_ranks_have_all_finished_may_leave():
     async with room(member(0, of=3, num_ranks=2)) as here:
         puppets = [await here.enter(member(2, of=3)), await here.enter(member(0, of=3, num_ranks=2))][::-1]
         hosts = [["node0", 2], ["node2", 1]]
@@ -687,12 +685,12 @@ async def test_a_member_whose_ranks_have_all_finished_may_go():
         await until(lambda: len(here.leader.seats.members) == 1)
         assert here.leader.running
         puppets[0].send("end", n=1, rank=0, code=0)
-        puppets[0].vanish()  # before rank 1 has finished
+        puppets[0].vanish()  # rank 1 has not finished
         await until(lambda: not here.leader.running)
 
 
 @asynchronous
-async def test_neither_an_end_nor_an_agreement_on_a_step_to_stop_at_counts_in_the_next_membership():
+async def test_ends_and_agreed_steps_do_not_count_in_the_next_membership():
     async with room() as here:
         puppets = await here.job()
         puppets[1].send("end", n=1, rank=1, code=0)
@@ -711,7 +709,7 @@ async def test_neither_an_end_nor_an_agreement_on_a_step_to_stop_at_counts_in_th
 
 
 @asynchronous
-async def test_what_is_said_of_an_earlier_membership_is_dropped_and_nobody_else_says_who_is_lost():
+async def test_messages_of_an_earlier_membership_are_dropped():
     async with room() as here:
         puppets = await here.job()
         here.leader.lose(puppets[0].me, "exit code 137")
@@ -725,15 +723,15 @@ async def test_what_is_said_of_an_earlier_membership_is_dropped_and_nobody_else_
 
 
 @asynchronous
-async def test_a_new_leader_goes_on_from_the_number_that_its_members_know():
+async def test_new_leader_counts_on_from_its_members_number():
     async with room() as here:
         puppets = [await here.enter(member(0)), await here.enter(member(1), n=7), await here.enter(member(2), n=6)]
         assert (await here.agree(puppets))["n"] == 8
 
 
 @asynchronous
-async def test_all_that_ask_at_once_get_one_answer():
-    """At a thousand ranks it is long."""
+async def test_simultaneous_questions_get_one_answer():
+    """With a thousand ranks the answer is long."""
     async with room() as here:
         puppets = await here.job()
         for puppet in puppets:
@@ -747,7 +745,7 @@ async def test_all_that_ask_at_once_get_one_answer():
 
 
 @asynchronous
-async def test_a_leader_that_was_stopped_itself_takes_nobody_for_silent():
+async def test_stopped_leader_takes_no_member_for_silent_when_it_wakes():
     async with room() as here:
         puppets = await here.job()
         puppets[1].send("alive", ranks=[{"rank": 1, "ago_s": 7}])
@@ -763,7 +761,7 @@ async def test_a_leader_that_was_stopped_itself_takes_nobody_for_silent():
 
 
 @asynchronous
-async def test_who_is_missing_is_told_to_all_every_ten_seconds():
+async def test_missing_and_late_ranks_are_named_every_ten_seconds():
     async with room() as here:
         puppets = [await here.enter(member(0)), await here.enter(member(2))]
         for waited_s in (10, 20):
@@ -789,7 +787,7 @@ async def test_who_is_missing_is_told_to_all_every_ten_seconds():
 
 
 @asynchronous
-async def test_the_time_to_join_begins_anew_after_a_loss():
+async def test_time_to_join_starts_again_after_a_loss():
     async with room(member(0, left_s=20.0)) as here:
         first, lost, last = await here.job()
         await here.pass_time(100.0, first, lost, last)
@@ -806,8 +804,8 @@ async def test_the_time_to_join_begins_anew_after_a_loss():
 
 
 @asynchronous
-async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone():
-    """Nodes wait for each other so long. What each of them does before its ranks can start takes what it takes."""
+async def test_ready_members_wait_only_for_the_leaders_preparation_limit():
+    """The time to join covers waiting for other nodes. Preparing ranks has a limit of its own."""
     async with room(member(0, left_s=5.0)) as here:
         asked = asyncio.Event()
 
@@ -829,15 +827,15 @@ async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone():
             assert (await puppet.hears("over"))["text"] == f"{what} after 306 s"
 
 
-# Words ----------------------------------------------------------------------------------------------------------------
+# Texts ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_message_to_all_names_so_many_machines_and_no_more():
+def test_message_to_all_names_a_limited_number_of_machines():
     said = describe_missing([member(rank, of=1001) for rank in range(1000)], of=1001, waited_s=5)
     assert said.endswith("; 7 on node7; and ranks on 992 more machines)")
 
 
-def test_a_setting_that_one_rank_does_not_know_is_a_difference():
+def test_setting_that_only_one_rank_knows_is_a_difference():
     said = differences(member(1), member(0, settings={"setting new": "1"}), arguments=True)
     assert said.startswith("rank 1 on node1 (pid 1001) differs from rank 0 on node0 (pid 1000): ")
     assert ": setting new must be 1, got nothing. Start" in said

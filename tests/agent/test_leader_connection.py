@@ -1,4 +1,4 @@
-"""A member's side of the meeting, with a leader that the test plays or leads."""
+"""How a member takes part in the meeting, with a leader that the test plays or runs."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ COMMIT = {"ip": "", "hosts": [], "port": 1, "job": "job", "restarts": 0}
 
 
 class Listening:
-    """A member that runs: its connection, the events that it has heard, and the lines that it has printed."""
+    """A running member: its connection, the events that it heard, and the lines that it printed."""
 
     def __init__(self, me: Member, port: Callable[[], int], **more: Any) -> None:
         self.port, self.said = port, list[str]()
@@ -60,7 +60,7 @@ async def attending(*members: Member, port: Callable[[], int], **more: Any) -> A
 
 @contextlib.asynccontextmanager
 async def fake_leader() -> AsyncIterator[tuple[Callable[[], int], "asyncio.Queue[Link]"]]:
-    """A leader that the test plays: its port, and the connections to it."""
+    """A leader that the test plays. Yields its port and the connections to it."""
     links: asyncio.Queue[Link] = asyncio.Queue()
     writers = []
 
@@ -80,14 +80,14 @@ async def fake_leader() -> AsyncIterator[tuple[Callable[[], int], "asyncio.Queue
 
 
 async def greeted(links: "asyncio.Queue[Link]") -> tuple[Link, dict[str, Any]]:
-    """The next one that comes, with its hello."""
+    """Return the next connection, which is greeted as by a leader, and its hello."""
     link = await links.get()
     link.send("leader", over="")
     return link, await link.receive()
 
 
 @asynchronous
-async def test_member_that_leaves_before_it_is_greeted_closes_its_connection():
+async def test_member_that_leaves_before_the_greeting_closes_its_connection():
     async with fake_leader() as (port, links):
         async with attending(member(1), port=port):
             link = await links.get()
@@ -97,7 +97,7 @@ async def test_member_that_leaves_before_it_is_greeted_closes_its_connection():
 
 @pytest.mark.parametrize("loss", ["lost", "gone"])
 @asynchronous
-async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_when_a_membership_is_lost(
+async def test_member_waits_while_its_leader_answers_and_its_time_starts_with_the_loss(
     loss: str, monkeypatch: pytest.MonkeyPatch
 ):
     clock = Steps(monkeypatch)
@@ -130,7 +130,7 @@ async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_wh
 
 
 @asynchronous
-async def test_a_leader_that_is_silent_in_a_membership_is_gone_and_looked_for_again(monkeypatch: pytest.MonkeyPatch):
+async def test_silent_leader_is_lost_and_looked_for_again(monkeypatch: pytest.MonkeyPatch):
     clock = Steps(monkeypatch)
     async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
         link, _ = await greeted(links)
@@ -150,18 +150,18 @@ async def test_a_leader_that_is_silent_in_a_membership_is_gone_and_looked_for_ag
 
 
 @asynchronous
-async def test_what_is_said_of_the_last_membership_does_not_replace_a_proposal():
+async def test_news_of_the_last_membership_does_not_replace_a_proposal():
     proposed, last = {**NONE, "n": 6, "before": [{"n": 5, "voters": []}]}, {**NONE, "n": 5, "v": 3}
     async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
         link, _ = await greeted(links)
         link.send("propose", n=6, ip="", basis=proposed)
-        link.send("basis", basis=last)  # somebody has left meanwhile
+        link.send("basis", basis=last)  # a member has left meanwhile
         await one.hears("propose"), await one.hears("basis")
         assert one.connection.basis == proposed
 
 
 class Steps:
-    """A clock that goes by so much at each heartbeat of a member: in steps, or in a leap."""
+    """A clock that the test moves, in steps or in a leap, while the member sends heartbeats without a pause."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
@@ -172,7 +172,7 @@ class Steps:
 
 
 @asynchronous
-async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_silent(monkeypatch: pytest.MonkeyPatch):
+async def test_stopped_member_does_not_take_its_leader_for_silent_when_it_wakes(monkeypatch: pytest.MonkeyPatch):
     clock = Steps(monkeypatch)
     async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
         link, _ = await greeted(links)
@@ -186,7 +186,7 @@ async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_sil
 
 
 @asynchronous
-async def test_a_member_says_how_far_the_furthest_of_its_ranks_is_once_all_of_them_will_wait():
+async def test_member_reports_its_furthest_step_once_its_ranks_will_wait():
     records = {rank: Record.new(rank) for rank in (1, 2, 3)}
     for rank, step in ((1, 7), (2, 8), (3, 6)):
         records[rank].begin(step)
@@ -215,7 +215,7 @@ async def test_connections_of_earlier_memberships_do_not_fill_the_listener(monke
 
 
 @asynchronous
-async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(monkeypatch: pytest.MonkeyPatch):
+async def test_reason_for_a_missing_leader_is_printed_and_in_the_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "NOTICE_S", 0.05)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -237,8 +237,8 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(monkey
     {"token": 5}, {"at": ["127.0.0.1"]}, {"at": ["127.0.0.1", 70000]}, {"at": [["127.0.0.1"], 1]},
 ])
 @asynchronous
-async def test_who_greets_with_what_no_leader_says_leads_nobody(wrong: dict[str, Any]):
-    """It may be anything that listens there. Whoever believed it would compare a number with a text, and end."""
+async def test_greeting_that_no_leader_sends_is_not_followed(wrong: dict[str, Any]):
+    """Any program may listen there. A member that trusted it would compare a number with a string, and crash."""
     right = {"over": "", "n": 2, "formed": 2, "running": True, "job": "job", "token": "t", "at": ["127.0.0.1", 4711]}
     async with fake_leader() as (port, links):
         for said, leads in ((right, True), ({**right, **wrong}, False)):

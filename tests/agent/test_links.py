@@ -1,4 +1,4 @@
-"""The local socket between an agent and its ranks: who may connect, and what goes over it."""
+"""The local socket between an agent and its ranks: which processes may connect, and the messages."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from rankup.agent.protocol import AgentLine, Links
     (0, b"no json\n"), (0, b"[]\n"), (0, b'{"is": "rank", "local_rank": "x"}\n'),
     (1, b'{"is": "rank", "local_rank": 0}\n{"is": "stop", "signal": "SIGTERM"}\n'),
 ], ids=["text", "list", "number", "another-user"])
-def test_who_sends_something_else_or_is_another_user_is_disconnected_unheard(
+def test_other_users_and_garbage_are_disconnected_unheard(
     user: int, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene() -> None:
@@ -37,8 +37,8 @@ def test_who_sends_something_else_or_is_another_user_is_disconnected_unheard(
     asyncio.run(scene())
 
 
-def test_rank_that_comes_after_a_loss_hears_of_it() -> None:
-    """It may still start when another one is lost."""
+def test_rank_that_connects_after_a_loss_hears_of_it() -> None:
+    """A rank may still be starting when another one is lost."""
     async def scene() -> None:
         links = Links(lambda rank, message: None)
         await links.open()
@@ -54,13 +54,13 @@ def test_rank_that_comes_after_a_loss_hears_of_it() -> None:
     asyncio.run(scene())
 
 
-def test_an_agent_that_reads_nothing_does_not_keep_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_that_does_not_read_does_not_block_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankup.timing.SAY_S", 0.2)
     name = f"\0rankup-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(name)
         listener.listen(1)
         line = AgentLine({"socket": name, "local_rank": 0}, [].append)
-        assert not line.send("end", cause="x" * 10_000_000)  # it fills the socket
+        assert not line.send("end", cause="x" * 10_000_000)  # this message fills the socket
         assert not line.send("end", cause="short")
         line._socket.close()

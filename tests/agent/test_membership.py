@@ -1,8 +1,7 @@
-"""A job whose number of nodes may change, from outside: agents as processes that are killed, frozen and started again.
+"""Jobs with a changing number of nodes, from outside: agents are processes that are killed, frozen and restarted.
 
-A spare takes the place of a lost node in test_secret.py. The script does not import torch; `tests/promises` has what a
-training makes of it.
-"""
+test_secret.py has a spare that takes the place of a lost node. The script does not import torch; `tests/promises` tests
+what a change means for a training."""
 
 import contextlib
 import sys
@@ -23,7 +22,7 @@ from tests.rigs.jobs import Job, ended, free_port, start, wait_for
 from tests.rigs.namespaces import Net
 from tests.rigs.object_store import BUCKET, S3, Door
 
-# Each rank writes down who it is, and waits
+# Each rank writes a file with its rank and its job, and waits
 TEXT = HEAD + """
 shared, world = pathlib.Path(sys.argv[1]), os.environ["WORLD_SIZE"]
 job = os.environ["TORCHELASTIC_RUN_ID"]
@@ -36,12 +35,12 @@ if "BAD" in os.environ:
 while not (shared / "go").exists(): time.sleep(0.01)
 """
 
-# For nodes that are frozen or cut off. One that is killed is lost at once
+# For nodes that are frozen or cut off. The loss of a killed node is seen at once
 SILENT = "--lost-after-s=3"
 
 
 class Nodes:
-    """Agents of one job on this machine, one rank each. `forks` starts those whose ranks import torch."""
+    """Agents of one job on this machine, with one rank each. `forks` starts agents whose ranks import torch."""
 
     def __init__(
         self, folder: Path, limits: str, *options: str, net: Net | None = None, forks: Forks | None = None
@@ -56,7 +55,7 @@ class Nodes:
         (folder / "job.py").write_text(TEXT)
 
     def add(self, node: int, env: dict[str, str] | None = None) -> None:
-        # One that is started anew waits to be called: a busy leader may need more than the usual 4 s
+        # A restarted agent waits until the leader calls it. A busy leader may need more than the usual 4 s
         patience = ("--wait-for-node=60",) if node in self.agents else ()
         line: Any = ("launch", *self.limits, f"--node-rank={node}", f"--master-addr={self.master}",
                      f"--master-port={self.port}", f"--run-dir={self.folder}/runs{node}", *self.options, *patience,
@@ -69,24 +68,24 @@ class Nodes:
         self.agents[node] = psutil.Process(self.job.processes[-1].pid)
 
     def start(self, *envs: dict[str, str] | None) -> None:
-        """The first agents, node 0 last: it founds the job without those that come seconds later."""
+        """Start the first agents, node 0 last, because it founds the job without nodes that come seconds later."""
         for node, env in reversed([*enumerate(envs)]):
             self.add(node, env)
         self.job.processes.reverse()
 
     def begin(self, count: int, env: dict[str, str] | None = None) -> int:
-        """Start so many agents. Returns the number of their first attempt."""
+        """Start `count` agents. Return the number of their first attempt."""
         self.start(*[env] * count)
         return self.attempt(count)
 
     def kill(self, node: int) -> None:
-        """The agent and its ranks."""
+        """Kill the agent and its ranks."""
         for process in [self.agents[node], *self.agents[node].children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
     def attempt(self, world_size: int, *, after: int = -1) -> int:
-        """The number of the next attempt of so many ranks, once all of them are there."""
+        """Wait for the next attempt with `world_size` ranks, and return its number."""
         def found() -> list[int]:
             names = [path.name.split("-") for path in (self.folder / "shared").glob(f"*-of-{world_size}")]
             starts = [int(name[0]) for name in names]
@@ -95,23 +94,23 @@ class Nodes:
         return int(min(wait_for(f"an attempt of {world_size} ranks", found)))
 
     def of_rank(self, rank: int, attempt: int) -> int:
-        """The node whose agent has started that rank."""
+        """Return the node whose agent started that rank."""
         path = next((self.folder / "shared").glob(f"{attempt}-{rank}-of-*"))
         parents = psutil.Process(int(path.read_text().split()[1])).parents()
         return next(node for node, agent in self.agents.items() if agent in parents)
 
     def shown(self, node: int) -> str:
-        """What that node's folder says of the nodes."""
+        """Return what that node's folder says about the nodes."""
         return "".join(path.read_text() for path in (self.folder / f"runs{node}").glob("job/status/*/progress-*.json"))
 
     def jobs(self) -> set[str]:
         return {path.read_text().split()[0] for path in (self.folder / "shared").glob("*-of-*")}
 
     def ranks(self, node: int) -> int:
-        """How many ranks of that node run."""
+        """Return how many ranks of that node run."""
         count = 0
         for process in self.agents[node].children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it ends meanwhile
+            with contextlib.suppress(psutil.Error):  # the process has just ended
                 count += "job.py" in " ".join(process.cmdline())
         return count
 
@@ -119,7 +118,7 @@ class Nodes:
         (self.folder / "shared/go").touch()
 
 
-def test_after_node_0_the_next_one_leads_and_a_new_node_0_founds_no_second_job(tmp_path: Path) -> None:
+def test_next_node_leads_after_node_0_and_a_new_node_0_founds_no_second_job(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:3", "--wait-for-node=2")
     with ended(nodes.job) as job:
         first = nodes.begin(3)
@@ -138,7 +137,7 @@ def test_after_node_0_the_next_one_leads_and_a_new_node_0_founds_no_second_job(t
     assert len(nodes.jobs()) == 1
 
 
-def test_frozen_node_is_left_and_joins_anew_when_it_wakes(tmp_path: Path) -> None:
+def test_frozen_node_is_left_behind_and_joins_again_when_it_wakes(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:3", "--wait-for-node=1", SILENT)
     with ended(nodes.job) as job:
         first = nodes.begin(3)
@@ -147,7 +146,7 @@ def test_frozen_node_is_left_and_joins_anew_when_it_wakes(tmp_path: Path) -> Non
             process.suspend()
         second = nodes.attempt(2, after=first)
         for process in frozen:
-            with contextlib.suppress(psutil.NoSuchProcess):  # the agent, awake again, has ended it
+            with contextlib.suppress(psutil.NoSuchProcess):  # the awakened agent has ended this process
                 process.resume()
         nodes.attempt(3, after=second)
         nodes.go()
@@ -156,7 +155,7 @@ def test_frozen_node_is_left_and_joins_anew_when_it_wakes(tmp_path: Path) -> Non
 
 
 def test_node_that_is_asked_to_leave_ends_nothing_else(tmp_path: Path) -> None:
-    """Also while the leader is lost, and one that leads."""
+    """Also while the leader is lost, and if the node itself leads."""
     nodes = Nodes(tmp_path, "1:5", "--wait-for-node=1")
     with ended(nodes.job) as job:
         attempt = nodes.begin(5)
@@ -172,7 +171,7 @@ def test_node_that_is_asked_to_leave_ends_nothing_else(tmp_path: Path) -> None:
     assert len(nodes.jobs()) == 1
 
 
-def test_script_that_ends_with_0_where_nodes_change_is_started_again(tmp_path: Path) -> None:
+def test_script_that_ends_with_0_during_a_change_of_nodes_restarts(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:2", "--wait-for-node=0.5")
     handler = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
     (tmp_path / "job.py").write_text(handler + TEXT)
@@ -184,7 +183,7 @@ def test_script_that_ends_with_0_where_nodes_change_is_started_again(tmp_path: P
         assert job.wait() == [0, 0], job.output
 
 
-def test_job_stops_where_all_nodes_are_asked_to_leave(tmp_path: Path) -> None:
+def test_job_stops_when_all_nodes_are_asked_to_leave(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:2")
     with ended(nodes.job) as job:
         nodes.begin(2)
@@ -193,7 +192,7 @@ def test_job_stops_where_all_nodes_are_asked_to_leave(tmp_path: Path) -> None:
         assert job.wait() == [143, 143], job.output
 
 
-def test_fewer_nodes_than_the_least_wait_for_another(tmp_path: Path) -> None:
+def test_job_with_too_few_nodes_waits_for_another(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5")
     with ended(nodes.job) as job:
         first = nodes.begin(2)
@@ -208,7 +207,7 @@ def test_fewer_nodes_than_the_least_wait_for_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 2])
-def test_node_on_which_ranks_fail_again_and_again_is_left_out(bad: int, tmp_path: Path) -> None:
+def test_node_whose_ranks_keep_failing_is_left_out(bad: int, tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:3", "--wait-for-node=1", "--max-failures-per-node=2")
     with ended(nodes.job) as job:
         nodes.start(*({"BAD": ""} if node == bad else None for node in range(3)))
@@ -223,7 +222,7 @@ def test_node_on_which_ranks_fail_again_and_again_is_left_out(bad: int, tmp_path
     assert f"(node {bad} on " in job.outputs[1]
 
 
-def test_job_ends_where_a_bad_node_is_needed(tmp_path: Path) -> None:
+def test_job_ends_if_it_needs_a_failing_node(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5", "--max-failures-per-node=2")
     with ended(nodes.job) as job:
         nodes.add(0)
@@ -244,7 +243,7 @@ def net(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Net]:
 
 
 @pytest.mark.parametrize(("net", "cut"), [(3, 0), (2, 1)], indirect=["net"])
-def test_of_a_cut_network_the_majority_or_the_half_that_leads_goes_on_and_the_other_part_joins_it_again(
+def test_majority_or_the_leaders_half_continues_and_the_cut_off_part_rejoins(
     cut: int, net: Net, tmp_path: Path
 ) -> None:
     count = len(net.nodes)
@@ -262,7 +261,7 @@ def test_of_a_cut_network_the_majority_or_the_half_that_leads_goes_on_and_the_ot
     assert len(nodes.jobs()) == 1
 
 
-def test_of_two_nodes_with_a_shared_folder_the_other_one_goes_on_after_node_0(tmp_path: Path) -> None:
+def test_node_1_continues_after_node_0_with_a_shared_folder(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:2", "--wait-for-node=0.5", f"--shared-dir={tmp_path}/places")
     with ended(nodes.job) as job:
         first = nodes.begin(2)
@@ -276,10 +275,8 @@ def test_of_two_nodes_with_a_shared_folder_the_other_one_goes_on_after_node_0(tm
 
 
 @pytest.mark.parametrize("net", [2], indirect=True)
-def test_of_two_nodes_with_an_object_store_that_are_cut_apart_one_goes_on_once_the_store_answers(
-    net: Net, s3: S3, tmp_path: Path
-) -> None:
-    """Each reaches the store by a door of its own. At first one finds it deaf, the other one overloaded."""
+def test_one_of_two_cut_apart_nodes_continues_once_the_object_store_answers(net: Net, s3: S3, tmp_path: Path) -> None:
+    """Each node reaches the store through its own door. At first one door is deaf, and the other overloaded."""
     shared = f"--shared-dir=s3://{BUCKET}/{tmp_path.name}"
     nodes = Nodes(tmp_path, "1:2", "--wait-for-node=0.5", SILENT, shared, net=net)
     answers, port = threading.Event(), free_port()
@@ -313,7 +310,7 @@ def test_of_two_nodes_with_an_object_store_that_are_cut_apart_one_goes_on_once_t
 
 
 @pytest.mark.parametrize("net", [2], indirect=True)
-def test_node_that_began_alone_uses_the_interface_that_leads_to_the_one_that_comes(net: Net, tmp_path: Path) -> None:
+def test_node_that_began_alone_uses_the_interface_to_its_newcomer(net: Net, tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:2", "--wait-for-node=0.5", net=net)
     with ended(nodes.job) as job:
         first = nodes.begin(1)
@@ -325,7 +322,7 @@ def test_node_that_began_alone_uses_the_interface_that_leads_to_the_one_that_com
 
 
 @pytest.mark.parametrize("net", [4], indirect=True)
-def test_node_that_is_started_anew_is_called_where_node_0_is_gone(net: Net, tmp_path: Path) -> None:
+def test_restarted_node_is_called_when_node_0_is_gone(net: Net, tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:4", "--wait-for-node=0.5", net=net)
     with ended(nodes.job) as job:
         attempt = nodes.begin(4)

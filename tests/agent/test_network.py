@@ -1,4 +1,4 @@
-"""Ports and interfaces. Real networks are in tests/group/test_namespaces.py; here the interfaces are made up."""
+"""Ports and interfaces, with made-up interfaces. tests/group/test_namespaces.py has real networks."""
 
 import asyncio
 import os
@@ -22,13 +22,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_the_interface_that_routes_to_the_others_is_taken_by_all_libraries() -> None:
+def test_all_libraries_use_the_interface_that_reaches_the_others() -> None:
     found = interface_variables({}, "192.168.50.5")
     assert found == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0", "TP_SOCKET_IFNAME": "ib0"}
 
 
 @pytest.mark.usefixtures("machine")
-def test_the_users_choice_stands_and_an_empty_one_is_none() -> None:
+def test_users_interface_is_kept_unless_it_is_empty() -> None:
     environ = {"GLOO_SOCKET_IFNAME": "ib0,eth0", "NCCL_SOCKET_IFNAME": "^docker0", "TP_SOCKET_IFNAME": ""}
     assert interface_variables(environ, "10.0.0.5") == {**environ, "TP_SOCKET_IFNAME": "eth0"}
     assert chosen_address(environ) == "192.168.50.5"
@@ -43,7 +43,7 @@ def test_interface_without_an_address_is_the_users_mistake(name: str) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 13])
-def test_port_that_nobody_may_open_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_port_that_needs_permission_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def refuse(*args: Any, **more: Any) -> None:
         raise OSError(number, os.strerror(number))
 

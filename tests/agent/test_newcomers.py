@@ -1,4 +1,4 @@
-"""A node that comes to a running job with another script, other arguments or settings is turned away alone."""
+"""A node that joins a running job with another script, other arguments or settings is turned away alone."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ def digest(output: str) -> str:
     return found
 
 
-def test_newcomer_that_differs_ends_alone_and_the_job_goes_on_undisturbed(forks: Forks, tmp_path: Path) -> None:
+def test_newcomer_that_differs_ends_alone(forks: Forks, tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5", forks=forks)
     shared, script, job = tmp_path / "shared", tmp_path / "job.py", nodes.job
     script.write_text(SCRIPT.replace("((8, 3), (17, 2))", "((8, 2),)"))
@@ -57,9 +57,7 @@ def test_newcomer_that_differs_ends_alone_and_the_job_goes_on_undisturbed(forks:
 
 
 @pytest.mark.parametrize("lost", TWO)
-def test_node_that_comes_back_with_another_script_ends_alone_and_the_right_one_is_waited_for(
-    lost: int, tmp_path: Path
-) -> None:
+def test_returning_node_with_another_script_ends_alone(lost: int, tmp_path: Path) -> None:
     job, port = Job(), free_port()
     folders = [tmp_path / name for name in ("0", "1", "other", "right")]
     with ended(job):

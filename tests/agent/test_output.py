@@ -1,4 +1,4 @@
-"""What is printed: to readers that are gone or asleep, and by logging. What ranks print is in test_launch.py."""
+"""Output to readers that are gone or stopped, and logging. test_launch.py tests what ranks print."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def fill(pipe: int) -> None:
-    """Until nothing more fits."""
+    """Write until the pipe is full."""
     os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -34,7 +34,7 @@ def fill(pipe: int) -> None:
 
 
 def run(code: str, *, shell: str = "") -> subprocess.CompletedProcess[str]:
-    """`python -c code`; `shell`: where a shell sends what it prints."""
+    """Run `python -c code`. `shell`: a redirection of its output."""
     line = ["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-c", code]
     return subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT, check=False)
 
@@ -42,7 +42,7 @@ def run(code: str, *, shell: str = "") -> subprocess.CompletedProcess[str]:
 # Streams that never fail ---------------------------------------------------------------------------------------------
 
 
-def test_output_that_nobody_reads_drops_lines_until_somebody_reads(
+def test_lines_that_nobody_reads_are_dropped_until_somebody_reads(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "PRINT_S", 0.1)
@@ -57,7 +57,7 @@ def test_output_that_nobody_reads_drops_lines_until_somebody_reads(
     assert os.read(reader, 2**20) == b"\nfour\nfive\n"
 
 
-def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_print_together_lose_no_line(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "PRINT_S", 600.0)
     reader, writer = pipe
     out, found = Output(writer), bytearray()
@@ -93,13 +93,13 @@ sys.stderr.write("said\\n")
 
 
 @pytest.mark.parametrize("where", [">/dev/full", ">&-"], ids=["full disk", "closed"])
-def test_printing_where_nothing_can_be_written_ends_nothing(where: str) -> None:
-    """That a reader has gone is in test_launch.py."""
+def test_failing_output_ends_no_process(where: str) -> None:
+    """test_launch.py tests a reader that is gone."""
     done = run(PRINTS, shell=where)
     assert (done.returncode, done.stderr) == (0, "said\n")
 
 
-def test_guarded_terminal_is_still_a_terminal_and_a_file_is_none(tmp_path: Path) -> None:
+def test_guarded_terminal_remains_a_terminal(tmp_path: Path) -> None:
     master, slave = os.openpty()
     assert Output(slave).isatty()
     os.close(master)
@@ -141,7 +141,7 @@ FILE_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d vm r(\d) (.*)")
 
 
 def logged(folder: Path, *words: str) -> tuple[list[str], list[str], list[tuple[str, str]]]:
-    """The lines on stdout, on stderr and in the file, these as (rank, text)."""
+    """Return the lines on stdout, those on stderr, and (rank, text) of each line in the file."""
     packages = folder / "lib/python3.11/site-packages"
     packages.mkdir(parents=True)
     (packages / "library.py").write_text(LIBRARY)
@@ -154,7 +154,7 @@ def logged(folder: Path, *words: str) -> tuple[list[str], list[str], list[tuple[
 
 
 @pytest.mark.parametrize(("rank", "world_size", "head"), [(0, 1, ""), (0, 2, "[vm r0/2] "), (1, 2, "[vm r1/2] ")])
-def test_record_goes_where_its_level_and_rank_allow(rank: int, world_size: int, head: str, tmp_path: Path) -> None:
+def test_record_is_printed_by_its_level_and_rank(rank: int, world_size: int, head: str, tmp_path: Path) -> None:
     out, error, file = logged(tmp_path, str(rank), str(world_size))
     assert out == ([f"{head}{text}" for text in ("two", "lines", "loss 0.5")] if rank == 0 else [])
     assert error[0] == f"{head}lib.net: retries"
@@ -169,7 +169,7 @@ def test_record_goes_where_its_level_and_rank_allow(rank: int, world_size: int, 
     assert texts[9:11] == ["failed", "Traceback (most recent call last):"]
 
 
-def test_logging_that_the_user_has_set_up_stays_his(tmp_path: Path) -> None:
+def test_logging_that_the_user_has_set_up_is_kept(tmp_path: Path) -> None:
     out, error, file = logged(tmp_path, "0", "2", "before")
     assert out == ["[vm r0/2] two", "[vm r0/2] lines"]
     theirs = [text for text in error if text.startswith("THEIRS")]
@@ -179,7 +179,7 @@ def test_logging_that_the_user_has_set_up_stays_his(tmp_path: Path) -> None:
     assert ("0", "loss 0.5") in file
 
 
-def test_bar_makes_room_for_a_line() -> None:
+def test_progress_bar_makes_room_for_a_line() -> None:
     code = """
 import logging
 from rankup.agent.logs import guard, setup_logging
@@ -192,7 +192,7 @@ logging.getLogger("rankup").info("hello")
 """
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT)
-    printed = done.stdout.decode()  # as bytes: text would lose the carriage returns
+    printed = done.stdout.decode()  # as bytes, because text mode would lose the carriage returns
     assert re.search(r"3/10[^\n]*\r +\r\[\S+ r0/2\] hello\n\r[^\n]*3/10", printed), printed
 
 
@@ -220,7 +220,7 @@ os._exit(7)
 """
 
 
-def test_thread_that_hangs_in_the_log_does_not_hold_the_others() -> None:
+def test_thread_that_hangs_in_the_log_does_not_block_others() -> None:
     done = run(HANGS)
     assert (done.returncode, done.stderr) == (7, "one\ntwo\n")
 
@@ -241,7 +241,7 @@ def test_reason_of_a_failure_is_its_last_exception(tail: str, said: str) -> None
     assert last_exception(tail) == said
 
 
-def test_lines_of_ranks_that_ended_leave_no_file_open(tmp_path: Path) -> None:
+def test_logs_of_ended_ranks_leave_no_file_open(tmp_path: Path) -> None:
     """An agent may restart its ranks a thousand times."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):

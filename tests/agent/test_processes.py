@@ -1,4 +1,4 @@
-"""What the agent knows of processes, how one ends, and what a container or a batch job grants it."""
+"""What the agent knows about processes, how it ends them, and the limits of a container or a batch job."""
 
 import ast
 import os
@@ -23,7 +23,7 @@ from rankup.agent.processes import (
 )
 from tests.rigs.jobs import ROOT, environment
 
-# The kernel cuts names after 15 bytes: the last of these characters, of three bytes each, is not whole
+# The kernel cuts names after 15 bytes. Each of these characters has three bytes, so the last one is incomplete
 NAMED = """
 import ctypes, signal, time
 signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -33,7 +33,7 @@ time.sleep(600)
 """
 
 
-def test_process_is_known_whatever_its_name_until_it_is_gone() -> None:
+def test_process_with_any_name_is_known_until_it_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", NAMED], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -63,7 +63,7 @@ def test_first_process_of_a_container_reaps_orphans() -> None:
     subprocess.run(command, env=environment(), cwd=ROOT, check=True, timeout=120)
 
 
-# The end of this process: at once and with its code, whatever hangs, and through one module ---------------------------
+# The end of this process: at once, with its code, whatever hangs, and through one module ------------------------------
 
 STUCK = "import signal, sys, threading, time; from rankup.agent import processes as exit\n"
 STUCK += "hang = lambda: time.sleep(600)\n"
@@ -88,24 +88,24 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     ("exit.set_hard_deadline(60); exit.set_hard_deadline(float('inf')); print(*signal.getitimer(0)); exit.finish(5)", 5,
      "0.0 0.0\n"),
 ])
-def test_process_ends_with_its_code_and_what_was_printed_whatever_hangs(code: str, ended: int, printed: str) -> None:
+def test_process_ends_with_its_code_and_output_whatever_hangs(code: str, ended: int, printed: str) -> None:
     done = run(code)
     assert (done.returncode, done.stdout) == (ended, printed), done.stderr
 
 
-def test_hard_deadline_ends_a_process_and_says_where_it_was() -> None:
+def test_hard_deadline_ends_a_process_and_prints_its_stack() -> None:
     done = run("exit.set_hard_deadline(0.5); hang()")
     assert done.returncode == -signal.SIGALRM
     assert "in <lambda>" in done.stderr
 
 
-def test_hard_deadline_ends_a_process_whose_errors_nobody_reads() -> None:
+def test_hard_deadline_ends_a_process_without_a_reader_of_its_errors() -> None:
     full = "import os; _, full = os.pipe(); os.set_blocking(full, False)\ntry:\n    while os.write(full, b'-'): pass\n"
     full += "except BlockingIOError: os.set_blocking(full, True)\nos.dup2(full, 2); "
     assert run(full + "exit.set_hard_deadline(0.5); hang()").returncode == -signal.SIGALRM
 
 
-def test_one_module_ends_processes_and_the_agent_its_children() -> None:
+def test_processes_end_only_through_one_module_and_the_agent() -> None:
     files = [path for name in ("rankup", "train") for path in (ROOT / name).rglob("*.py")]
     assert len(files) > 30
     endings = {
@@ -114,7 +114,7 @@ def test_one_module_ends_processes_and_the_agent_its_children() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os._exit", "os.abort", "signal.setitimer")
     }
-    # The sender of a tracker is a process of its own
+    # A tracker's sender is a separate process
     assert endings == {"rankup/agent/fork_server.py", "rankup/agent/processes.py", "rankup/observe/tracker.py"}
 
 
@@ -146,15 +146,15 @@ def test_memory_left_is_that_of_the_container(tmp_path: Path, contents: dict[str
     ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "800000 100000\n"}, 2, 2.0),
     ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/task/cpu.max": "max 100000\n",
       "sys/fs/cgroup/job/cpu.max": "200000 100000\n"}, 8, 2.0),
-    # In a container: the path is the host's
+    # In a container the path is the host's
     ({"proc/self/cgroup": "0::/on/the/host\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 8, 2.0),
-    # The folder is called cpu,cpuacct, whatever the kernel's order, and has a link for each
+    # The folder is called cpu,cpuacct, in whatever order the kernel names them, and each name has a link
     ({"proc/self/cgroup": "4:memory:/x\n3:cpuacct,cpu:/x\n", "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "50000\n",
       "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n"}, 8, 0.5),
     ({"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}, 3, 3.0),
     ({}, 4, 4.0),
 ], ids=["quota", "affinity-less", "parent", "container", "v1", "v1-unlimited", "no-cgroup"])
-def test_cpu_quota_is_the_least_granted(
+def test_cpu_quota_is_the_smallest_of_all_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: dict[str, str], affinity: int, expected: float
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
@@ -168,9 +168,7 @@ def test_cpu_quota_is_the_least_granted(
       "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
     ({"proc/self/cgroup": "0::/\n"}, 0),
 ])
-def test_memory_kills_are_counted_in_the_own_group(
-    tmp_path: Path, contents: dict[str, str], expected: int
-) -> None:
+def test_memory_kills_are_counted_in_the_own_group(tmp_path: Path, contents: dict[str, str], expected: int) -> None:
     assert oom_kills(files(tmp_path, contents)) == expected
 
 
@@ -178,8 +176,6 @@ def test_memory_kills_are_counted_in_the_own_group(
     (3, "unless somebody sent it, the memory of the machine, container or job was not enough"),
     (4, "out-of-memory kills in this container or job meanwhile: 1. Give it more memory"),
 ])
-def test_sigkill_is_explained_by_the_kills_that_were_counted_meanwhile(
-    now: int, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigkill_is_explained_by_memory_kills_since_then(now: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "oom_kills", lambda: now)
     assert explain_sigkill(3).startswith(text)

@@ -1,4 +1,4 @@
-"""An agent's ranks, without processes: which membership their ends belong to."""
+"""An agent's ranks without processes: to which membership their ends belong."""
 
 import asyncio
 import signal
@@ -31,8 +31,8 @@ def made(tmp_path: Path, say: Any = print, text: str = "import rankup\n") -> Ran
     return Ranks(options(tmp_path, text), send=say, on_stop=print, begin=asyncio.create_task, finish=print)
 
 
-def test_ranks_that_start_at_once_are_not_taken_for_those_that_have_just_ended(tmp_path: Path) -> None:
-    """They would be killed for it."""
+def test_ranks_that_start_meanwhile_are_not_taken_for_the_ended_ones(tmp_path: Path) -> None:
+    """They would be killed."""
     async def scene() -> None:
         ranks = made(tmp_path)
         waits = asyncio.create_task(ranks.ended_within(5.0))
@@ -46,8 +46,8 @@ def test_ranks_that_start_at_once_are_not_taken_for_those_that_have_just_ended(t
 COMMIT = {"why": "", "again": False, "change": "", "ip": "127.0.0.1", "job": "job", "port": 1, "store": False}
 
 
-def test_what_a_rank_said_is_heard_although_the_word_of_its_end_is_read_first(tmp_path: Path) -> None:
-    """The agent stood still meanwhile: the rank has connected, said how it ends, and ended."""
+def test_last_message_of_a_rank_is_read_even_after_its_end(tmp_path: Path) -> None:
+    """The agent was stopped while the rank connected, said how it ends, and ended."""
     said: list[dict[str, Any]] = []
 
     async def scene() -> None:
@@ -67,7 +67,7 @@ def test_what_a_rank_said_is_heard_although_the_word_of_its_end_is_read_first(tm
     ]
 
 
-def test_late_end_of_a_rank_is_no_end_in_a_membership_that_its_node_only_waits_beside(tmp_path: Path) -> None:
+def test_late_end_of_a_rank_does_not_count_in_a_membership_without_it(tmp_path: Path) -> None:
     said: list[dict[str, Any]] = []
 
     def say(kind: str, **values: Any) -> bool:
@@ -87,8 +87,8 @@ def test_late_end_of_a_rank_is_no_end_in_a_membership_that_its_node_only_waits_b
 
 
 @pytest.mark.parametrize(("code", "told"), [(None, True), (0, True), (30, False)])
-def test_rank_that_has_said_why_it_fails_is_not_told_to_leave(tmp_path: Path, code: int | None, told: bool) -> None:
-    """It stays a moment, so that the others can write where they stand, and its code says what became of the job."""
+def test_rank_that_said_why_it_fails_is_not_told_to_leave(tmp_path: Path, code: int | None, told: bool) -> None:
+    """It waits a moment, so that the others can write their state, and its code decides the job's."""
     signals = list[tuple[int, signal.Signals]]()
 
     async def scene() -> None:
@@ -109,10 +109,8 @@ def test_rank_that_has_said_why_it_fails_is_not_told_to_leave(tmp_path: Path, co
 
 
 @pytest.mark.parametrize(("job", "restarts"), [("", 0), ("earlier", 2)])
-def test_first_membership_is_no_restart_although_a_proposal_before_it_came_to_nothing(
-    tmp_path: Path, job: str, restarts: int
-) -> None:
-    """Else the script would get the arguments of a restart, and find nothing to go on from."""
+def test_first_membership_is_no_restart_even_after_a_failed_proposal(tmp_path: Path, job: str, restarts: int) -> None:
+    """Otherwise the script would get the arguments of a restart, but find nothing to resume."""
     async def scene() -> None:
         ranks = made(tmp_path)
         ranks.server = SimpleNamespace(start_store=lambda listener: None)  # type: ignore[assignment]
@@ -126,8 +124,8 @@ def test_first_membership_is_no_restart_although_a_proposal_before_it_came_to_no
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_job_goes_on_with_a_run_although_a_member_is_lost_while_that_is_taken(tmp_path: Path, hangs: bool) -> None:
-    """Else the script would begin anew, or the job would find its own run owned."""
+def test_run_is_taken_once_even_if_a_member_is_lost_meanwhile(tmp_path: Path, hangs: bool) -> None:
+    """Otherwise the script would start from the beginning, or the job would find that its own run has an owner."""
     taken, go = list[str](), threading.Event()
 
     def take(attempt: str, *, agreed: bool) -> bool:
@@ -148,12 +146,12 @@ def test_job_goes_on_with_a_run_although_a_member_is_lost_while_that_is_taken(tm
         assert (await lead._prepare(2))["again"]
         lead.give_up()
 
-    asyncio.run(scene())  # nor does the end of the agent wait for a disk
+    asyncio.run(scene())  # the end of the agent does not wait for the disk either
     assert len(taken) == 1
 
 
-def test_job_that_is_over_waits_for_ranks_that_still_write_down_what_they_hold(tmp_path: Path) -> None:
-    """They lost another one, and then somebody has asked the job to stop."""
+def test_ended_job_waits_for_ranks_that_still_write_their_state(tmp_path: Path) -> None:
+    """These ranks lost a peer, and then somebody asked the job to stop."""
     async def scene() -> None:
         agent, written = Agent(options(tmp_path, "import rankup\n")), asyncio.Event()
         agent._over = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""The record of a rank: it outlives the rank, and all ranks stop by it."""
+"""The record of a rank: it outlives the rank, and all ranks stop at the step that it names."""
 
 import os
 import random
@@ -14,7 +14,7 @@ import pytest
 from rankup.agent.record import MARGIN, NO_LIMIT, PhaseClock, Record, StopAgreement
 from tests.rigs.jobs import ROOT, environment
 
-# As a rank does it, and then it is killed
+# What a rank does before it is killed
 RANK = """
 import os, signal, sys
 from rankup.agent.record import Record
@@ -34,7 +34,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() -> None:
+def test_record_outlives_a_killed_process_and_carries_the_agents_answer() -> None:
     record = Record.new(9)
     empty = record.read()
     assert (empty.rank, empty.phase, empty.step, empty.timeout_s) == (9, "start", 0, NO_LIMIT)
@@ -60,8 +60,8 @@ def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() ->
     assert empty.entered_s < found.heartbeat_s < found.entered_s
 
 
-def test_somebodys_file_under_the_name_of_a_record_stays_as_it_is(tmp_path: Path) -> None:
-    """Another namespace of processes may have one."""
+def test_file_with_the_name_of_a_record_is_not_overwritten(tmp_path: Path) -> None:
+    """Another PID namespace may have a process with the same id."""
     file = tmp_path / "rankup-records"
     file.write_bytes(bytes(512))
     (tmp_path / "link").symlink_to(file)
@@ -70,7 +70,7 @@ def test_somebodys_file_under_the_name_of_a_record_stays_as_it_is(tmp_path: Path
     assert file.read_bytes() == bytes(512)
 
 
-def test_records_of_ranks_that_ended_leave_no_file_open() -> None:
+def test_records_of_ended_ranks_leave_no_file_open() -> None:
     """An agent may restart its ranks a thousand times."""
     before = len(os.listdir("/proc/self/fd"))
     for rank in range(3):
@@ -78,7 +78,7 @@ def test_records_of_ranks_that_ended_leave_no_file_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_step_that_begins_waits_for_nobody_and_has_all_its_time() -> None:
+def test_new_step_does_not_wait_and_has_all_its_time() -> None:
     record, now_s = Record.new(), time.monotonic()
     record.enter("step", 30.0, since_s=now_s - 20.0)
     record.waiting = True
@@ -88,7 +88,7 @@ def test_a_step_that_begins_waits_for_nobody_and_has_all_its_time() -> None:
     assert now.until_s >= now_s + 30.0
 
 
-def test_deadline_that_is_moved_counts_from_now_in_a_phase_that_began_long_ago() -> None:
+def test_extended_deadline_counts_from_now() -> None:
     record, now_s = Record.new(), time.monotonic()
     record.enter("save", 5.0, since_s=now_s - 1000.0)
     record.extend(30.0)
@@ -96,7 +96,7 @@ def test_deadline_that_is_moved_counts_from_now_in_a_phase_that_began_long_ago()
     assert record.until_s >= now_s + 30.0
 
 
-def test_reader_sees_each_number_of_a_beginning_whole() -> None:
+def test_reader_never_sees_a_half_written_number() -> None:
     record = Record.new()
     record.begin_anew(1)
     code = ("import sys\nfrom rankup.agent.record import Record\nrecord = Record.at(sys.argv[1])\n"
@@ -107,12 +107,12 @@ def test_reader_sees_each_number_of_a_beginning_whole() -> None:
     assert record.step == 200_000
 
 
-# The step at which all ranks stop, in every order of events that chance brings ------------------------------------
+# The step at which all ranks stop, for random orders of events ----------------------------------------------------
 
 
 class Rank:
-    """Trains on its own record; `step` steps are finished. It may be ahead of the slowest by one, as an exchange of
-    gradients allows."""
+    """Trains on its own record. `step` steps are finished. It may be one step ahead of the slowest rank, as an exchange
+    of gradients allows."""
 
     def __init__(self, step: int) -> None:
         self.record, self.step, self.stopped = Record.new(), step, False
@@ -134,7 +134,7 @@ class Rank:
 
 
 class Member:
-    """An agent: it has ranks, and messages on their way in both directions."""
+    """An agent with its ranks, and with messages under way in both directions."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
@@ -151,7 +151,7 @@ class Member:
 
 
 def stop_all(chance: random.Random, members: list[Member]) -> int:
-    """Let everything happen in an order that `chance` draws. Returns the step."""
+    """Let all events happen in an order that `chance` draws. Return the step."""
     ranks = [rank for member in members for rank in member.ranks]
     running = {rank: rank.run(ranks) for rank in ranks}
     agreement = StopAgreement(members)
@@ -177,7 +177,7 @@ def stop_all(chance: random.Random, members: list[Member]) -> int:
 
 
 @pytest.mark.parametrize("members", [1, 2, 3])
-def test_all_ranks_stop_before_the_same_step_whatever_comes_first(members: int) -> None:
+def test_all_ranks_stop_before_the_same_step_in_any_order_of_events(members: int) -> None:
     for seed in range(150):
         chance = random.Random(seed)
         began = chance.choice([0, 1000])
@@ -187,7 +187,7 @@ def test_all_ranks_stop_before_the_same_step_whatever_comes_first(members: int) 
         assert step > began
 
 
-def test_refused_step_is_raised_by_twice_the_margin_once_each_member_has_answered_the_last_question() -> None:
+def test_refused_step_is_raised_by_twice_the_margin_after_all_answers() -> None:
     agreement = StopAgreement("ab")
     steps = []
     for furthest in (7, 20, 100):
@@ -213,12 +213,12 @@ def test_phases_add_up_to_the_age_of_the_clock(monkeypatch: pytest.MonkeyPatch) 
         now_s += lasts_s
     assert clock.seconds() == {"start": 0.0, "join": 2.0, "step": 7.0, "save": 1.0, "data": 0.0}
     now_s += 10
-    assert clock.seconds()["save"] == 11.0  # the present phase counts before it ends
+    assert clock.seconds()["save"] == 11.0  # the current phase counts before it ends
     clock.enter("step")
     now_s += 3
     clock.wait_for_data(2.0)
     assert (clock.seconds()["step"], clock.seconds()["data"]) == (8.0, 2.0)
-    clock.enter("rollout")  # by who gives the next batch, for which the loop waits 7 s
+    clock.enter("rollout")  # the code that yields the next batch enters it; the loop waits 7 s for that batch
     now_s += 6
     clock.enter("step")
     now_s += 1
@@ -226,13 +226,13 @@ def test_phases_add_up_to_the_age_of_the_clock(monkeypatch: pytest.MonkeyPatch) 
     assert clock.seconds() == {"start": 0.0, "join": 2.0, "step": 8.0, "save": 11.0, "data": 3.0, "rollout": 6.0}
 
 
-def test_rank_that_is_stopped_does_not_live_because_its_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_rank_does_not_seem_alive_through_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record.new()
     record.enter("join", since_s=20.0)
     record.heartbeat_s = 30.0
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     assert record.heartbeat()["ago_s"] == 70.0
-    record.enter("step", since_s=90.0)  # it may not have had the time to say more
+    record.enter("step", since_s=90.0)  # since then it may not have had the time for a heartbeat
     assert record.heartbeat()["ago_s"] == 10.0
-    record.enter("script", since_s=90.0)  # which may know nothing of heartbeats
+    record.enter("script", since_s=90.0)  # a script may send no heartbeats
     assert record.heartbeat()["ago_s"] == 0.0

@@ -21,7 +21,7 @@ def imported(script: Script) -> set[str]:
     return {name.removeprefix("imported ") for name in script.must_match() if name.startswith("imported ")}
 
 
-def test_script_and_the_modules_of_its_own_must_match(tmp_path: Path) -> None:
+def test_script_and_its_own_modules_must_match(tmp_path: Path) -> None:
     script = write(tmp_path, "import json, torch\nfrom helpers import (\n    loss,  # the loss\n)")
     for name in ("__init__", "loss", "unused"):
         write(tmp_path, f"{name} = 1", f"helpers/{name}.py")
@@ -35,7 +35,7 @@ def test_script_and_the_modules_of_its_own_must_match(tmp_path: Path) -> None:
     assert {name for name in found if found[name] != changed[name]} == {"imported helpers/loss.py"}
 
 
-def test_script_in_a_package_has_the_package_for_its_own(tmp_path: Path) -> None:
+def test_own_modules_of_a_script_are_those_of_its_package(tmp_path: Path) -> None:
     text = "from . import near\nfrom ..outer import tools\ndef main(): from ..helpers import fit\n"
     text += "import neighbour, other"
     script = write(tmp_path, text, "package/inner/main.py")
@@ -60,10 +60,8 @@ def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: py
     assert Script.find(["-m", "no_such"]).must_match()["script -m no_such"] == "a module that Python itself finds"
 
 
-def test_module_of_an_editable_install_is_found_where_its_finder_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that has a part of a package elsewhere, as rankup has its program."""
+def test_module_of_an_editable_install_is_found_by_its_finder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package may have a part elsewhere, as rankup has its program."""
     places = {"tool": write(tmp_path, "", "one/__init__.py"), "tool.part": write(tmp_path, "", "two/__init__.py")}
 
     class Finder:
@@ -79,7 +77,7 @@ def test_module_of_an_editable_install_is_found_where_its_finder_says(
 @pytest.mark.parametrize(("arguments", "expected"), [
     (["-x"], ["--local_rank=1", "-x"]), (["--local_rank", "5"], ["--local_rank", "5"]),
 ])
-def test_local_rank_is_an_argument_where_the_script_declares_it(
+def test_local_rank_is_an_argument_if_the_script_declares_it(
     arguments: list[str], expected: list[str], tmp_path: Path
 ) -> None:
     script = write(tmp_path, 'parser.add_argument("--local_rank", type=int)')
@@ -105,9 +103,9 @@ def test_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("import rankup_tools", False),
     ("from . import rankup", False),
     ("import rankup\ndef f(:", False),
-    (r"import rankup; '\d'", True),  # of which Python warns
+    (r"import rankup; '\d'", True),  # Python warns of this
 ])
-def test_script_is_forked_where_it_imports_rankup(text: str, forked: bool, tmp_path: Path) -> None:
+def test_script_is_forked_if_it_imports_rankup(text: str, forked: bool, tmp_path: Path) -> None:
     write(tmp_path, "import rankup", "own.py")
     write(tmp_path, "import own", "indirect.py")
     assert Script.find([str(write(tmp_path, text))]).imports_rankup is forked
@@ -118,10 +116,10 @@ HOROVOD = "import torch, horovod.torch as hvd\nprint('trains')\n"
 
 @pytest.mark.parametrize(("text", "environ", "got"), [
     (HOROVOD, {"HOROVOD_SIZE": "1"}, "1"),  # a launcher of several ranks inside horovodrun -np 1
-    (HOROVOD, {"HOROVOD_CONTROLLER": "gloo"}, "nothing"),  # a setting says nothing of ranks
+    (HOROVOD, {"HOROVOD_CONTROLLER": "gloo"}, "nothing"),  # a setting that says nothing about ranks
     ("'''The first line of a script.'''\nfrom horovod import torch as hvd", {}, "nothing"),
 ])
-def test_horovod_script_is_refused_where_each_rank_would_train_alone(
+def test_horovod_script_is_refused_if_each_rank_would_train_alone(
     text: str, environ: dict[str, str], got: str, tmp_path: Path
 ) -> None:
     script = Script.find([str(write(tmp_path, text))])
@@ -138,7 +136,7 @@ def test_horovod_script_is_refused_where_each_rank_would_train_alone(
     ("import horovod_tools", {}),
     ("from .horovod import tools", {}),
 ], ids=["horovodrun", "mpi", "optional", "another", "own"])
-def test_script_that_may_do_without_horovod_is_started(text: str, environ: dict[str, str], tmp_path: Path) -> None:
+def test_script_that_may_work_without_horovod_is_started(text: str, environ: dict[str, str], tmp_path: Path) -> None:
     Script.find([str(write(tmp_path, text))]).check(environ, world_size=2)
 
 
@@ -150,14 +148,12 @@ def test_script_that_may_do_without_horovod_is_started(text: str, environ: dict[
     ("import torch, torch\nimport pandas, requests, numpyro\nif True: pass\nimport yaml", ["torch"]),
     ("import x = 3", []),
 ])
-def test_first_imports_of_a_script_that_are_known_to_be_safe(text: str, names: list[str], tmp_path: Path) -> None:
+def test_safe_imports_are_the_first_known_packages_of_a_script(text: str, names: list[str], tmp_path: Path) -> None:
     assert Script.find([str(write(tmp_path, text))]).safe_imports() == names
 
 
-def test_package_of_the_users_own_is_imported_by_the_rank_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One beside the script, or in the current folder. What is installed in an environment there is none."""
+def test_users_own_package_is_imported_only_by_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a package is beside the script, or in the current folder, but not in an environment there."""
     script = write(tmp_path, "import torch, yaml, numpy, tqdm, fire", "elsewhere/job.py")
     for name in ("elsewhere/yaml.py", "tqdm/__init__.py", "env/lib/site-packages/fire/__init__.py"):
         write(tmp_path, "", name)
@@ -167,7 +163,7 @@ def test_package_of_the_users_own_is_imported_by_the_rank_alone(
     assert Script.find([str(script)]).safe_imports() == ["torch", "numpy", "fire"]
 
 
-def test_script_names_what_may_be_imported_before_it_by_the_packages_around_it(
+def test_preloaded_modules_are_named_relative_to_the_scripts_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = 'import os\n__preload__ = [".loop", "numpy"]\nX = 3'
@@ -177,5 +173,5 @@ def test_script_names_what_may_be_imported_before_it_by_the_packages_around_it(
     assert Script.find([str(inside)]).own_imports() == (["pack.part.loop", "numpy"], str(tmp_path / "repo"))
     assert Script.find([str(plain)]).own_imports() == (["loop", "numpy"], str(plain.parent))
     assert Script.find([str(write(plain.parent, "__preload__ = X()"))]).own_imports() == ([], str(plain.parent))
-    monkeypatch.chdir(tmp_path)  # which is a package, and the module is none of its
+    monkeypatch.chdir(tmp_path)  # the folder is a package, but the module is not in it
     assert Script.find(["-m", "timeit"]).own_imports()[0] == []

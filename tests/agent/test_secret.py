@@ -1,4 +1,4 @@
-"""Who knows a job's secret is let in. A stranger costs nothing and ends nothing, whatever it says and how often."""
+"""Only members that know a job's secret are let in. A stranger costs nothing and ends nothing, whatever it sends."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def secret_file(tmp_path: Path) -> Path:
 
 
 class Leader:
-    """What takes members on a port of its own, and counts those that it has let in."""
+    """Accepts members on its own port, and counts those that it let in."""
 
     def __init__(self) -> None:
         self.port, self.num_let_in = 0, 0
@@ -54,7 +54,7 @@ class Leader:
             writer.close()
 
     async def is_asked(self, known: bytes) -> str:
-        """Why a member that knows this secret is not let in."""
+        """Return why a member that knows this secret is not let in."""
         link = await Link.connect("127.0.0.1", self.port)
         try:
             return str((await greeting(link, known))["over"])
@@ -64,7 +64,7 @@ class Leader:
 
 @contextlib.asynccontextmanager
 async def leading() -> AsyncIterator[Leader]:
-    """With the secret that the environment names, if any."""
+    """A leader with the secret that the environment names, if any."""
     leader = Leader()
     server = await listen(leader.accept, ip="127.0.0.1", port=0)
     leader.port = server.sockets[0].getsockname()[1]
@@ -79,7 +79,7 @@ def secret(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynchronous
-async def test_member_is_let_in_with_the_same_secret_alone(secret_file: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_only_the_same_secret_lets_a_member_in(secret_file: Path, monkeypatch: pytest.MonkeyPatch):
     async with leading() as leader:
         assert await leader.is_asked(b"") == ""
         way_out = "Set RANKUP_SECRET_FILE to the same content on all nodes, or on none"
@@ -94,7 +94,7 @@ async def test_member_is_let_in_with_the_same_secret_alone(secret_file: Path, mo
 
 @pytest.mark.usefixtures("secret")
 @asynchronous
-async def test_recorded_answer_opens_nothing():
+async def test_recorded_answer_lets_nobody_in():
     async def talk(answer: Callable[[bytes], bytes]) -> tuple[bytes, bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
         writer.write(said := answer(bytes.fromhex(json.loads(await reader.readline())["nonce"])))
@@ -109,7 +109,7 @@ async def test_recorded_answer_opens_nothing():
         recorded, heard = await talk(lambda nonce: bytes(NONCE) + prove(SECRET, "member", nonce, bytes(NONCE)))
         assert json.loads(heard)["is"] == "proof"
         assert (await talk(lambda nonce: recorded))[1] == b""
-        # Nor does what a leader says, which a stranger gets who pretends to be one
+        # The leader's messages do not help either; a stranger gets them by posing as a leader
         assert (await talk(lambda nonce: bytes(NONCE) + prove(SECRET, "leader", nonce, bytes(NONCE))))[1] == b""
         assert leader.num_let_in == 1
 
@@ -120,7 +120,7 @@ async def test_half_open_connections_keep_nobody_out():
     async with leading() as leader:
         strangers = [await Link.connect("127.0.0.1", leader.port) for _ in range(network.MOST_HALF_OPEN + 20)]
         assert await leader.is_asked(SECRET) == ""
-        for stranger in strangers[:20]:  # the oldest made room
+        for stranger in strangers[:20]:  # the oldest connections were closed to make room
             with contextlib.suppress(ConnectionError):
                 while True:
                     await stranger.receive()
@@ -130,8 +130,8 @@ async def test_half_open_connections_keep_nobody_out():
 
 
 @asynchronous
-async def test_member_tells_no_stranger_that_plays_the_leader():
-    """Whatever it answers: what the member has just said, too."""
+async def test_member_tells_a_false_leader_nothing():
+    """Even if the false leader repeats the member's own message."""
     async with fake_leader() as (port, links):
         link = await Link.connect("127.0.0.1", port())
         greeted = asyncio.create_task(greeting(link, SECRET))
@@ -155,14 +155,14 @@ def test_secret_that_others_may_read_is_refused(
     if content is not None:
         path.write_bytes(content)
         path.chmod(mode)
-    if os.geteuid() == 0:  # a Secret of Kubernetes is root's, and may have 640
+    if os.geteuid() == 0:  # a Secret of Kubernetes belongs to root, and may have mode 640
         monkeypatch.setattr(os, "fstat", lambda fd, real=os.fstat: os.stat_result([*real(fd)[:4], 1000, *real(fd)[5:]]))
     with pytest.raises(UserError, match=why) as error:
         read_secret({SECRET_FILE: str(path)})
     assert "\n" not in str(error.value)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path):
+def test_secret_that_is_no_file_is_refused(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(UserError, match="must name a file"):
@@ -173,8 +173,8 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
 
 
 class Stranger:
-    """Talks to a job's port in a thread, over and over: knocks, holds, resets, sends garbage, false hellos and an
-    answer that it has recorded. `rounds`: how often it has said all that."""
+    """Talks to a job's port in a thread, over and over: connects, holds, resets, sends garbage, false hellos and a
+    recorded answer. `rounds`: how often it has done all of this."""
 
     def __init__(self, port: int, recorded: bytes) -> None:
         hello = asdict(Member("stranger", 1, 1, 9, "nowhere", 1, 9.0))
@@ -217,7 +217,7 @@ class Stranger:
 
 
 def record(port: int) -> bytes:
-    """The answer of somebody who knows the secret, to whom a stranger has listened."""
+    """Return the answer of a member with the secret, as a stranger on the network records it."""
     with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rb") as lines:
         nonce = bytes.fromhex(json.loads(lines.readline())["nonce"])
         connection.sendall(said := bytes(NONCE) + prove(SECRET, "member", nonce, bytes(NONCE)))
@@ -255,8 +255,8 @@ def test_stranger_ends_no_attempt_before_or_in_a_membership(tmp_path: Path, secr
         assert str(secret_file) not in environment
 
 
-def test_stranger_ends_nothing_where_nodes_come_and_go(tmp_path: Path, secret_file: Path):
-    """At the ports of all nodes: node 1 leads once node 0 is lost, and the spare takes its place."""
+def test_stranger_ends_nothing_while_nodes_come_and_go(tmp_path: Path, secret_file: Path):
+    """It talks to the ports of all nodes: node 1 leads once node 0 is lost, and the spare takes its place."""
     options, env = ("--spares=1", "--wait-for-node=100", "--lost-after-s=60"), {SECRET_FILE: str(secret_file)}
     nodes = Nodes(tmp_path, "2", *options)
     with contextlib.ExitStack() as stack:
@@ -272,7 +272,7 @@ def test_stranger_ends_nothing_where_nodes_come_and_go(tmp_path: Path, secret_fi
 
         for node, agent in nodes.agents.items():  # the spare may come late
             found = wait_for("a port", functools.partial(listening, agent))
-            port = min(found, key=lambda each: each.fd).laddr.port  # the others test routes, and hear nothing
+            port = min(found, key=lambda each: each.fd).laddr.port  # the other ports test routes, and read nothing
             strangers[node] = Stranger(port, record(port))
         for stranger in strangers.values():
             stack.enter_context(stranger.talking())

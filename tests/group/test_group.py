@@ -1,18 +1,20 @@
-"""The collectives over host memory: what arrives, and that nothing that arrives is run."""
+"""The collectives on host memory: which values arrive, and that no received data is executed."""
 
-import io
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from rankup.errors import PeerLost, UserError
-from rankup.group.group import Group
+from rankup.group.group import Group, _packed
 from rankup.group.joining import check_settings
+from rankup.loop.job import Job
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
 from tests.rigs.strangers import Evil
@@ -21,7 +23,7 @@ ROWS = [{"accuracy": 0.1 + 0.2, "name": "größe", "none": None, "list": [1, [2.
 
 
 def exchange() -> None:
-    """In each of the forked ranks: `check` in a real group."""
+    """In each forked rank: run `check` in a real group."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     check(group_of(rank, world_size))
@@ -38,15 +40,19 @@ def check(group: Group) -> None:
     assert group.gather((rank, "x" * rank)) == [[each, "x" * each] for each in ranks]
     for source in ranks:
         assert group.broadcast(ROWS if rank == source else {"not": "looked at"}, source=source) == ROWS
-        data = bytes(range(256)) * 1000 * source  # of rank 0: none
+        data = bytes(range(256)) * 1000 * source  # rank 0 sends nothing
         assert group.broadcast_bytes(data if rank == source else b"other", source=source) == data
 
     state = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(5, 3)}}, "lr": 0.1, "betas": (0.9, 0.99)}
-    received = group.broadcast_tensors(state if rank == last else None, source=last)
+    received = group.broadcast_tensors(state if rank == 0 else None)
     assert received["betas"] == (0.9, 0.99)
-    assert received["state"][0]["step"] == 3
-    sent = group.broadcast_tensors(received["state"][0]["exp_avg"])
-    assert torch.equal(sent, received["state"][0]["exp_avg"])
+    with mock.patch.object(group, "collective", wraps=group.collective) as collective:
+        gathered: Any = Job.gather(SimpleNamespace(group=group, world_size=len(ranks)), [received, rank, "x" * rank])
+    assert collective.call_count == (2 if last else 0)  # for any number of ranks
+    assert [each[1:] for each in gathered] == [[each, "x" * each] for each in ranks]
+    for found in (each[0]["state"][0] for each in gathered):
+        assert found["step"] == 3
+        assert torch.equal(found["exp_avg"], received["state"][0]["exp_avg"])
 
     group.launch.agent, group.settings = {}, {"lr": "1", "seed": str(rank)}  # type: ignore[misc]
     if group.world_size > 1:
@@ -58,11 +64,8 @@ def check(group: Group) -> None:
     with pytest.raises(TypeError):
         group.gather(b"no JSON")
     for error in (UserError, PeerLost):
-        def fail(error: type[Exception] = error) -> None:
-            raise error("rank 0 alone said no")
-
         with pytest.raises(error, match="rank 0 alone said no") as caught:
-            group.on_rank0(fail)
+            group.on_rank0(mock.Mock(side_effect=error("rank 0 alone said no")))
         assert caught.value.printed_elsewhere is (rank > 0)
     assert group.on_rank0(lambda: {"of": group.rank}) == {"of": 0}
 
@@ -71,21 +74,18 @@ def test_values_arrive_as_they_were_sent_on_three_ranks(forks: Forks):
     forks.ends(world_size=3, preload="tests.group.test_group:exchange")
 
 
-def saved(value: object) -> bytes:
-    torch.save(value, file := io.BytesIO())
-    return file.getvalue()
-
-
-def test_one_rank_gets_what_it_would_get_among_several():
+def test_one_rank_alone_gets_the_same_as_among_several():
     check(group_of(0, 1))
 
 
-@pytest.mark.parametrize("write", [lambda value: pickle.dumps(value, protocol=2), saved])
-def test_what_arrives_in_place_of_tensors_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any):
+@pytest.mark.parametrize("write", [lambda value: pickle.dumps(value, protocol=2), _packed])
+def test_data_received_instead_of_tensors_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any):
     monkeypatch.chdir(tmp_path)
     sent = write(Evil(tmp_path / "ran"))
     group = group_of(0, 1)
-    monkeypatch.setattr(group, "broadcast_bytes", lambda data, source: sent)
-    with pytest.raises(pickle.UnpicklingError, match=r"mkdir|Weights only load failed"):
-        group.broadcast_tensors(None)
+    monkeypatch.setattr(group, "broadcast_bytes", lambda data: sent)
+    monkeypatch.setattr(group, "_gather_bytes", lambda data: [sent])
+    for receive in (group.broadcast_tensors, group.gather_tensors):
+        with pytest.raises(pickle.UnpicklingError, match=r"mkdir|Weights only load failed"):
+            receive(None)
     assert not list(tmp_path.iterdir())

@@ -321,7 +321,7 @@ def test_mirror_that_was_away_at_the_opening_stays_with_who_has_gone_on_since(tm
     lineage.write(run_dir)
     late.run = lineage.run
     path = save(run_dir / "checkpoints", 2, keep=1, attempt="late", run=lineage.run)
-    with pytest.raises(PeerLost, match="another attempt has gone on"):
+    with pytest.raises(PeerLost, match="another attempt has continued"):
         late.upload(path)
     runs.look("other", 2)
 
