@@ -245,7 +245,7 @@ class Job:
         position, loop = self.position, self.loop
         if loop.epoch != position.epoch:
             position.changes = 0
-        loop.changes_to_repeat = 0  # a resume repeats no block of job.change from before this commit
+        loop.changes_to_repeat = 0  # this attempt has repeated all blocks of job.change before this commit
         position.epoch, position.streams, position.loaders = loop.epoch, [*loop.streams], [*loop.loaders]
         self.saving.loader_states = loop.loader_states()
         self.tracked.commit()

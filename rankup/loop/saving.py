@@ -43,7 +43,7 @@ class CommitLock:
         self._stream: Any = None  # the GPU's stream for `beside`
         if device.type == "cuda":
             # Create the stream now: to create a process's first stream, CUDA waits for an empty queue, and the queue
-            # never empties if a rank died. torch has 32 streams of a priority and reuses them: don't get one of NCCL's
+            # never empties if a rank died. It must not be one of NCCL's: torch reuses its 32 streams of each priority
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             self._changed = torch.Event(device)  # recorded after each change: the GPU is done with the newest one
 

@@ -28,7 +28,7 @@ SHM_FULL = (
     "/dev/shm must hold the batches of all DataLoader workers, got no space left on it. Enlarge it (docker run "
     "--shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm), or set the number of workers to 0."
 )
-START_S = 10.0
+START_S = 10.0  # for a worker to run its first line
 _all: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 

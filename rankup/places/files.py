@@ -55,7 +55,7 @@ def remove_unfinished(folder: Path) -> None:
 
 def discard(path: Path, *, check: Check | None = None) -> None:
     """Remove a file, a copy or an unfinished copy. `check`: as in `staged`. Raises only what `check` raises."""
-    # Rename first: a half-removed folder must not look like a copy, and its writer must not be able to publish it
+    # Rename first: a half-removed folder must not look like a copy, and nobody who still writes to it may publish it
     doomed = aside = path.with_name(f"{STAGING}{secrets.token_hex(4)}-old")
     with suppress(OSError):
         if check:  # the next owner removes the folder `aside`: if we freeze after check(), our rename fails

@@ -121,7 +121,7 @@ class Lease:
         self.predecessor = str(owner.get("token", ""))
         # We got the lock, so an owner under this kernel is dead. The lock may say nothing about another machine's owner
         dead = locked and owner.get("kernel") == kernel_id()
-        # A dead owner that never beat twice may not have copied the metrics.jsonl that its own predecessor has open
+        # An owner that died at its first beat may not have copied metrics.jsonl, which its predecessor may have open
         self._may_wake = bool(owner) and not owner.get("released") and not (dead and owner.get("beat") != 1)
         return {} if dead else owner
 

@@ -28,7 +28,7 @@ CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # kinds of copies; at
 class Candidate:
     """A copy that `rank` can reach on `node`. `words`: a description for the user. `attempt` is the mark of the attempt
     that wrote the copy; `attempt` and `run` are "" if they can't be read. `lineage`: the lineage of that attempt, for a
-    copy outside rank 0's folder. A part has `ranks`, which all hold it, and `parts`, which together are whole."""
+    copy outside rank 0's folder. A part has `ranks`, whose state it is. All parts of a step become one with `parts`."""
 
     rank: int
     node: str
@@ -59,8 +59,8 @@ def in_order(
     candidates: Iterable[Candidate], known: Lineage | None, wanted: Callable[[Lineage], bool], group: Group
 ) -> Iterator[tuple[Lineage | None, Candidate]]:
     """Yield the copies in the order in which to try them, each with its lineage: copies on the newest lineage, then
-    others of rank 0, then copies on older lineages, each newest first. `known`: rank 0's lineage. `wanted`: whether to
-    resume a run. Raises UserError if rank 0 has no copy and the other ranks know several runs."""
+    rank 0's other copies, then copies on older lineages, each newest first. `known`: rank 0's lineage. `wanted`:
+    whether to resume a run. Raises UserError if rank 0 has no copy and the other ranks know several runs."""
     left = sorted(distinct(candidates, len(group.hosts)), key=lambda one: (-one.step, one.kind, one.rank))
     lines = [(one, Lineage(**one.lineage)) for one in left if one.lineage is not None]
     lines = [(one, line) for one, line in lines if (line.run == known.run if known else wanted(line))]
@@ -132,8 +132,8 @@ def put_aside_others(folder: Path, run: str) -> None:
 
 
 def of_this_job(other: Lineage, group: Group) -> bool:
-    """Return whether an attempt of this launch began the run `other`. All attempts of one `launch` have ids of one job.
-    If containers are restarted (compose, pods), `start` identifies the launch instead."""
+    """Return whether this launch began the run `other`. The attempts of one `rankup launch` have ids of one job. If
+    containers are restarted (compose, pods), `start` identifies the launch. Other launchers only tell of restarts."""
     if group.launch.start:
         return other.start == group.launch.start
     if not group.restarted or group.launch.agent is None:

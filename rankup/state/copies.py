@@ -241,7 +241,7 @@ def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
     """Keep `newest` and the next copies that look whole, `keep` in all, and remove the others."""
     good = 0
     for path in reversed(list_copies(directory)):
-        if path == newest:  # it need not have the highest step: if this attempt was frozen, its successor went on
+        if path == newest:  # it need not have the highest step: there may be damaged or a successor's later copies
             good += 1
         elif good < keep and not (path.suffix and path.with_suffix("").exists()):
             good += not find_problem(path, digests=False)

@@ -19,7 +19,7 @@ from rankup.places.lease import RUN_ID
 from rankup.state.copies import STATE, Check, Damaged, list_copies, no_check, read_manifest, verify
 from rankup.state.tree import TENSORS, TREE, TensorFile, decode, encode, local_parts
 
-OWN = "rankup_"  # prefix of the names of items that the library adds to those of the user
+OWN = "rankup_"  # names of items that the library adds to the user's items begin with this
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from rankup.timing import VISIBLE_S
 
 
 class Run:
-    """A run for the length of an attempt. All ranks have one. Only rank 0 has `places`, by kind, and `owner`, the lease
-    that says whether the run still belongs to this attempt.
+    """The run, as one attempt continues it. All ranks have one. Only rank 0 has `places`, by kind, and `owner`, the
+    lease that says whether the run still belongs to this attempt.
 
     `newest`: the copy to resume from, on all ranks; None at the beginning of a run, and after the loop has taken the
     copy. `kind`: the kind of that copy. `words`: its description for the user. `finished`: nothing is left to do.
@@ -186,8 +186,8 @@ class Run:
             )
 
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
-        """Record that the run continues with this attempt from `step`, and drop other rescues. All ranks call this.
-        `open_files`: called on rank 0 to open the caller's files. Raises UserError and PeerLost on all ranks."""
+        """Record that this attempt continues the run from `step`, and remove all rescues but that of `step`. All ranks
+        call this. `open_files`: rank 0 calls it to open the caller's files. Raises UserError and PeerLost on all."""
         writer = self.newest.record["attempt"] if self.newest is not None else None
         self.lineage.go_on(self.mark, step=step, writer=writer)
 
@@ -204,7 +204,7 @@ class Run:
         if self.second_rank is not None and not self.parts.wanted:  # that rank would have only a part of split state
             who = f"rank {self.second_rank} on {self.group.hosts[self.second_rank]}"
             self.group.log.info(f"copies {who} also keeps the newest checkpoint, because the nodes share no disk")
-        # A rescue of a later step is damaged, or of an attempt that is not on the run's line
+        # A rescue of a later step is damaged, or its attempt is not on the run's line
         memory.remove(self.lineage.run, range(self.saved_step + 1, step + 1))
         self._rescued = step > max(0, self.saved_step) and not self.parts.wanted
 

@@ -113,7 +113,7 @@ class Saver:
         self.saved, self.second = saved, second
         self.step: int | None = None
         self._copies = HostCopies(group.device)
-        self._beside = False if options.save == "sync" else None  # whether to save in the background; None: undecided
+        self._beside = False if options.save == "sync" else None  # save in the background? None: not decided yet
         self.writing, self._count = BackgroundTask("save", options.save_timeout_s), 0
         # For a sharded copy: what this rank has written, and the function that publishes the files of all ranks
         self._staging: Path | None = None  # on rank 0
@@ -128,8 +128,8 @@ class Saver:
         step, and then call `look` at each step.
 
         `record`: returns the content of `state.json`; called on the ranks that write it. `tracked`: the whole state on
-        rank 0, or each rank's part if copies are sharded. `may_go_on`: whether the training may continue while the copy
-        is written from memory. `wait`: the training ends with this save.
+        rank 0, or each rank's part if copies are sharded. `may_go_on`: whether the training may continue during the
+        save, which then copies the state in memory first. `wait`: the training ends with this save.
         Raises on all ranks: UserError if a rank can't write, and PeerLost if another attempt owns the run.
         """
         self.look(wait=True)
@@ -240,7 +240,7 @@ class Saver:
 class SecondCopies(BackgroundTask):
     """Second copies: if the nodes share no disk, a rank of another node than rank 0's writes the newest copy too, in a
     thread. Nothing is sent, because that rank has the same state as rank 0, see `rankup.loop.agreement`. No step and no
-    save waits for a second copy, and a failure is only logged, in one line."""
+    other save waits for a second copy. A failure is only logged, in one line."""
 
     def __init__(self, group: Group, folder: Path, options: Options) -> None:
         super().__init__("copy", options.save_timeout_s)

@@ -45,7 +45,7 @@ BEFORE_WATCHDOG = 0.9  # the share of a deadline for requests: the watchdog fail
 
 
 def newest_run(place: Place, names: Iterable[str]) -> tuple[int, Lineage | None]:
-    """Return the number of the last owner that wrote a whole run.json, and its lineage; 0 and None if there is no run.
+    """Return the number of the last owner that wrote a good run.json, and its lineage; 0 and None if there is no run.
     `names`: all names at the place."""
     for number in range(max(map(number_of, names), default=0), 0, -1):
         name = f"{folder_of(number)}/{FILE}"
@@ -144,7 +144,7 @@ class SecondPlace:
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and mtime of each file at its last upload
 
     def patient(self, timeout_s: float) -> None:
-        """Let requests be tried again for most of `timeout_s` from now on."""
+        """From now on, repeat failing requests for most of `timeout_s`."""
         self.place = self.lease.place = self.place.within(BEFORE_WATCHDOG * timeout_s)
 
     # At opening -----------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class SecondPlace:
 
     @contextlib.contextmanager
     def _asking(self, *, alone: bool) -> Iterator[None]:
-        """Let a mirror fail in this block, unless it may be the only place that holds the run (`alone`)."""
+        """Within the block, only log that a mirror fails, unless only the mirror may hold the run (`alone`)."""
         opening_s = min(self.options.setup_timeout_s, self.options.save_timeout_s)
         try:
             self.patient(opening_s if self.required or alone else FIND_S)
