@@ -247,7 +247,7 @@ class StatusFile:
 
 
 class ScriptStatus(StatusFile):
-    """The status and reports of a script that does not import rankup. The leader writes them. `held` holds the lease."""
+    """The status of a script that does not import rankup. The leader writes it. `held` holds the lease."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, RankEnv())
