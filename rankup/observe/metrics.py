@@ -158,7 +158,7 @@ def cut_after(
     line, as a kill or a power cut leaves one, is cut with all that follows.
 
     The file is read backwards up to the first line of a step before `since`. Reading all of it would delay the restart
-    of a long run. Return the entries after that line that were kept. Raises OSError.
+    of a long run. Return the kept entries after that line. Raises OSError.
     """
     if not path.is_file() or path.stat().st_size == 0:  # an empty file can't be mapped
         return []
