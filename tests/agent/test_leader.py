@@ -804,7 +804,7 @@ async def test_time_to_join_starts_again_after_a_loss():
 
 
 @asynchronous
-async def test_ready_members_wait_only_for_the_leaders_preparation_limit():
+async def test_preparation_by_the_leader_has_a_limit_of_its_own():
     """The time to join covers waiting for other nodes. Preparing ranks has a limit of its own."""
     async with room(member(0, left_s=5.0)) as here:
         asked = asyncio.Event()
