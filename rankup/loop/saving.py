@@ -189,8 +189,8 @@ class Saving:
             if self.loader_states:
                 every = self.group.gather_tensors(self.loader_states)
                 state[LOADERS] = {f"{rank} of {len(every)}": states for rank, states in enumerate(every)}
-            # Write gathered state at once: another copy in memory would double its size. No second copy of split state
-            may_go_on = not self.tracked.split or (run.saver.sharded and run.second_rank is None)
+            # Write gathered state at once: another copy in memory would double its size. It has no second copy
+            may_go_on = run.saver.sharded or not self.tracked.split
             self.group.on_rank0(self.reporting.metrics.flush)  # a resumed run does not repeat the saved steps
             run.saver.save(position.step, lambda: self._record(position), state, may_go_on=may_go_on, wait=wait)
             self._saved = position.key
