@@ -18,7 +18,7 @@ class Position:
     """The position of a run at its last commit. Every rank knows it, and `state.json` of a copy contains it."""
 
     step: int = 0  # how many steps are finished
-    evaluated: int = 0  # the last step whose evaluation is complete
+    evaluated: int = 0  # the step of the last complete evaluation
     metrics: dict[str, float] | None = None  # the result of that evaluation
     line: dict[str, Any] | None = None  # the last training line in `metrics.jsonl`
     epoch: int = 0
@@ -68,7 +68,7 @@ class Metrics:
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # takes half a second, so only if it is used
 
-                check_owner()  # a file that begins after the next owner's would hide the next owner's values
+                check_owner()  # if the next owner's file began before ours, ours would hide its values in TensorBoard
                 # An attempt that was killed after its checkpoint may or may not have written later values to its file.
                 # TensorBoard hides all values from this step on, and they are written again
                 first = saved.step + 1 if saved.evaluated == saved.step else max(1, saved.step)

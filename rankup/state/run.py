@@ -186,8 +186,8 @@ class Run:
             )
 
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
-        """Record that this attempt continues the run from `step`, and remove all rescues but that of `step`. All ranks
-        call this. `open_files`: rank 0 calls it to open the caller's files. Raises UserError and PeerLost on all."""
+        """Record that this attempt continues the run from `step`, and remove rescues that it can't use. All ranks call
+        this. `open_files`: rank 0 calls it to open the caller's files. Raises UserError and PeerLost on all ranks."""
         writer = self.newest.record["attempt"] if self.newest is not None else None
         self.lineage.go_on(self.mark, step=step, writer=writer)
 

@@ -126,7 +126,7 @@ def decode(path: str, data: bytearray | None = None, *, at_least: int | None = N
     this takes a third of the time for large photographs. Raises UserError if the image can't be decoded safely."""
     data = read_file(path) if data is None else data
     try:
-        # PIL reads only the header here, in 25 µs. It finds the format, and refuses images that would fill the memory.
+        # PIL reads only the header here, in 25 µs. It finds the format, and refuses images of over 179 million pixels.
         with Image.open(io.BytesIO(data)) as file:
             whole = file.size
             if at_least is not None:

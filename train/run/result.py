@@ -1,5 +1,5 @@
-"""`Training`, which holds what the loop works with; the lines that a run logs at its start and on its way; and its
-result: `result.json` and a table."""
+"""`Training`, which holds what the loop works with. The lines that a run logs at its start and while it trains. The
+result of a run: `result.json` and a table."""
 
 import json
 import math
