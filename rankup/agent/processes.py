@@ -291,8 +291,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def read(path: str | Path) -> str:
-    """Return a file's text, or "" if unreadable. Replace invalid UTF-8: the kernel may cut a process's name
-    anywhere."""
+    """Return a file's text, or "" if unreadable. Replace invalid UTF-8: the kernel may cut a name anywhere."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
