@@ -63,7 +63,7 @@ def test_each_half_must_claim_the_next_membership_in_a_shared_folder(here: tuple
     assert outvoted(basis(4, 4), half, shared=True) == ""
     assert claims(basis(4, 4), half) == {7}
     assert not claims(basis(4, 4), [*half, f"token{3 - here[0]}"])
-    assert not claims(NONE, half), "the first job there would be the last one"
+    assert not claims(NONE, half), "a first job must not claim anything, or no other could follow"
     assert outvoted(basis(4, 4), half[:1], shared=True)
 
 

@@ -158,7 +158,7 @@ class InFolder:
 
             def check() -> None:
                 lease.check()
-                writer.operation()  # it may also freeze between the check of the owner and its line
+                writer.operation()  # it may also freeze between the owner's check and the write of the line
 
             status = StatusFile(self.run_dir, RankEnv())
             status.attempt = name
@@ -188,7 +188,7 @@ class InFolder:
         for step in {last, max(last - 1, lineage.attempts[-1][1] + 1)}:
             found = load_checkpoint(checkpoints / f"step-{step:08d}")
             assert (found.step, found.record["attempt"]) == (step, name)
-        for path in checkpoints.glob("step-*"):  # a late attempt's checkpoint is on no line, and is ignored
+        for path in checkpoints.glob("step-*"):  # a late attempt may have published some; the lineage ignores them
             found = load_checkpoint(path)
             assert found.step <= last or not lineage.has(found.step, found.record["attempt"])
 
