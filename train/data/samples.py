@@ -154,9 +154,9 @@ class EpochSampler:
 def load_batches(
     samples: Samples, numbers: Iterable[list[int]], *, accumulate: int = 0, num_workers: int, device: torch.device
 ) -> DataLoader[Any]:
-    """Return a DataLoader for the batch sampler `numbers`. Without `accumulate` a batch is what `Samples.batch` returns
-    for evaluation. With it, a batch is a list of that many micro-batches for training, whose samples are numbered as by
-    `EpochSampler`: (size of the batch / size of the micro-batch, what `Samples.batch` returned)."""
+    """Return a DataLoader for the batch sampler `numbers`. For evaluation (`accumulate` is 0) a batch is what
+    `Samples.batch` returns. For training it is a list of `accumulate` micro-batches, each (size of the batch / size of
+    the micro-batch, what `Samples.batch` returned), and `numbers` is an `EpochSampler`."""
     workers: dict[str, Any] = {}
     if num_workers:
         workers = {
