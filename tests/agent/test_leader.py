@@ -42,7 +42,7 @@ def basis(voters: int, used: int, **more: Any) -> dict[str, Any]:
     ],
 )
 @asynchronous
-async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: tuple[int, ...], goes_on: bool):
+async def test_at_most_one_part_of_a_job_continues(voters: int, used: int, here: tuple[int, ...], goes_on: bool):
     """A majority may, or the half with the leader, but never spares alone."""
     async with room(member(here[0], of=5), ANY) as there:
         puppets = [await there.enter(member(node, of=5), n=7, basis=basis(voters, used)) for node in here]
@@ -63,7 +63,7 @@ def test_each_half_must_claim_the_next_membership_in_a_shared_folder(here: tuple
     assert outvoted(basis(4, 4), half, shared=True) == ""
     assert claims(basis(4, 4), half) == {7}
     assert not claims(basis(4, 4), [*half, f"token{3 - here[0]}"])
-    assert not claims(NONE, half), "the first job there would be the last one"
+    assert not claims(NONE, half), "a first job must not claim anything, or no other could follow"
     assert outvoted(basis(4, 4), half[:1], shared=True)
 
 

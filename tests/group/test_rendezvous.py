@@ -219,7 +219,7 @@ def test_rank_that_is_double_is_told_the_owner_of_its_place(begin: Starter, endl
     assert late.wait() == [170]
     pid = ranks[1].processes[0].pid
     assert f"rank 1 was claimed twice: by rank 1 on {HOST} (pid {pid}) and by " in late.output
-    assert [rank.processes[0].code for rank in ranks] == [None, None], "the job must not notice"
+    assert [rank.processes[0].code for rank in ranks] == [None, None], "the surplus rank ended the job"
 
 
 async def never_takes_others(port: int) -> None:

@@ -119,7 +119,7 @@ def test_store_that_dies_costs_no_finished_step(machines: Machines, door: Door, 
     trains.set()
     assert job.wait() == [0], job.output
     step = int(job.output.split("resumed from step-")[1][:8])
-    assert step >= 16, "the checkpoint stayed on this machine's disk"
+    assert step >= 16, "the newer checkpoint on this machine's disk was not resumed"
     assert result(machines.folder_of("first"))["digest"] == result(undisturbed)["digest"]
     assert "is finished" in machines.run("second")
 
