@@ -72,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("variant", CASES)
-def test_variant_on_three_ranks_has_one_ranks_loss(forks: Forks, alone: list[float], tmp_path: Path, variant: str) -> None:
+def test_variant_on_three_ranks_follows_one(forks: Forks, alone: list[float], tmp_path: Path, variant: str) -> None:
     settings, tolerance = VARIANTS[variant]
     expected = losses(train(forks, tmp_path / "one", 1, *settings)) if variant.startswith("own") else alone
     difference = largest_difference(train(forks, tmp_path / "three", 3, *settings), expected)
