@@ -41,7 +41,7 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
         if as_json:
             return json.dumps(found[0] if folder else found) + "\n"
         return as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         raise UserError(
             f"status: {folder or runs} must hold files that a run has written, got a damaged status.json, run.json or "
             "file in status/. Remove it."
