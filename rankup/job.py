@@ -49,7 +49,7 @@ def init(
     `run`: the run's folder, by default `runs/` and the name of the script or module. The same call resumes the run.
     `seed`: determines the order of samples and the random numbers.
     `device`: "auto" (the accelerator of this local rank, else the CPU), "cpu", "cuda" or "cuda:1".
-    `fresh`: move the folder's contents aside and start from the beginning. Restarts of the same launch still resume.
+    `fresh`: move the earlier run's files aside and start from the beginning. Restarts of the same launch still resume.
     `save_every_steps`: None saves at the end of each epoch, or every 1,000 steps without `job.epochs`. 0 saves only in
     `job.save`, at a stop and at the end.
     `keep`: how many copies to keep on disk. `tensorboard`: whether to write TensorBoard's files too.

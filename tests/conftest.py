@@ -166,7 +166,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    """The same, from a process that has also imported the Trainers, which takes longer than training. They warn."""
+    """Like `forks`, from a process that has also imported the Trainers, which is slow. Their warnings are no errors."""
     packages = {"transformers": "transformers.trainer", "lightning": "lightning", "accelerate": "accelerate"}
     more = [module for package, module in packages.items() if find_spec(package)]
     server = Forks(tmp_path_factory.mktemp("loaded"), more=more, env={"PYTHONWARNINGS": "default"})
@@ -236,7 +236,7 @@ def slurm() -> Iterator[slurm_cluster.Cluster]:
 
 @pytest.fixture
 def cluster(slurm: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Cluster]:
-    """The same Slurm; however a job ends, wait until nothing runs on any node."""
+    """The Slurm of two nodes. Before and after the test wait until nothing runs on any node."""
     slurm.idle()
     yield slurm
     slurm.idle()

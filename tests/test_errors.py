@@ -1,4 +1,4 @@
-"""Which exit code of several is the cause: one rule."""
+"""One rule decides which of several exit codes is the cause."""
 
 import itertools
 
@@ -10,18 +10,18 @@ CASES = [
     ([], 0),
     ([0, 0], 0),
     ([0, 143], 143),
-    ([171, 1], 1),  # a fault is not worth a second try, whichever rank ended first
-    ([137, 2, 1], 2),  # the first of those that count the same
+    ([171, 1], 1),  # a fault is not worth a restart, whichever rank ended first
+    ([137, 2, 1], 2),  # the first of two codes of the same weight
     ([171, 137], 137),
     ([139, 137], 139),
     ([143, 137], 137),
     ([170, 171], 170),
-    ([171, 143], 143),  # it was stopped alone, and the others lost it
+    ([171, 143], 143),  # this rank was stopped, and the others lost it
 ]
 
 
 @pytest.mark.parametrize(("codes", "cause"), CASES)
-def test_root_cause_of_several_exit_codes(codes: list[int], cause: int) -> None:
+def test_root_cause_of_several_codes_is_the_expected_one(codes: list[int], cause: int) -> None:
     assert root_cause(codes) == cause
 
 
@@ -36,5 +36,5 @@ def test_root_cause_is_one_of_the_codes_in_any_order() -> None:
             assert {root_cause(order) for order in itertools.permutations(codes)} == {cause}
 
 
-def test_restart_is_worth_it_from_128_on_but_not_after_a_stop() -> None:
+def test_restart_is_worth_it_from_128_on_except_after_a_stop() -> None:
     assert [code for code in (0, 1, 2, 127, 128, 137, 143, 170, 171) if worth_restarting(code)] == [128, 137, 170, 171]

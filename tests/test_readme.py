@@ -1,4 +1,4 @@
-"""The page about tests shows one that passes."""
+"""The example test of tests/README.md passes."""
 
 from pathlib import Path
 from typing import Any

@@ -134,7 +134,7 @@ def batches_to_end(t: Training) -> Iterator[list[tuple[float, Any]]]:
 
 
 def step(t: Training, batches: list[tuple[float, Any]]) -> None:
-    """Do one optimizer step. `batches`: (size of this rank's batch / size of the micro-batch, the micro-batch)."""
+    """Do one optimizer step. `batches`: for each micro-batch, (size of this rank's batch / its size, its samples)."""
     config, job = t.config, t.job
     if config.recompute_every_steps and job.step_number % config.recompute_every_steps == 0:
         job.recompute(lambda batch: t.loss(t.plain, to_device(batch, job.device)), batches[0][1])
@@ -165,7 +165,7 @@ def evaluate_and_save(t: Training) -> None:
 
 
 def evaluate_and_report(t: Training) -> None:
-    """Evaluate the current weights and log the result. If a rank is asked to stop meanwhile, save and raise Stopped."""
+    """Evaluate the current weights and log the result. If the job must stop meanwhile, save and raise Stopped."""
     config, job = t.config, t.job
     with job.phase("evaluation", config.eval_timeout_s):
         result = evaluate(config, job.group, t.workload, t.plain, job.eval_batches(t.eval_loader, pad=True))

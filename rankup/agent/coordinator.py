@@ -1,5 +1,5 @@
-"""What only the leading agent does: it decides what the ends of ranks mean for the job, and records the end of a script
-that does not import rankup. Imports no torch."""
+"""What only the leading agent does: it decides what the ends of ranks mean for the job, and writes the status of a run
+whose script does not import rankup. Imports no torch."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ log = logging.getLogger("rankup")
 
 
 async def id_of(shared_dir: str) -> str:
-    """Return an id that is equal on all nodes that share this place. Raises UserError, PeerLost and JoinError."""
+    """Return an id that is the same on all nodes that share this place. Raises UserError, PeerLost and JoinError."""
 
     def read() -> str:
         place = Place.open(shared_dir, warn=log.debug)
@@ -45,13 +45,12 @@ async def id_of(shared_dir: str) -> str:
 
 
 class Coordinator:
-    """The leader's part of an agent, from the time when the agent is elected until it ends or another one leads."""
+    """The part of an agent that leads, from its election until the agent ends or another agent leads."""
 
     def __init__(
         self, me: Member, ranks: Ranks, *, places: Mapping[str, tuple[str, int]], outdone: Callable[[str, int], None]
     ) -> None:
-        """`me`, `ranks`: of this node. `places`: the last address of each node. `outdone(ip, port)`: called if an agent
-        at that address leads instead."""
+        """`places`: the last address of each node. `outdone(ip, port)`: called if the agent there must lead instead."""
         options = self.options = ranks.options
         self.node, self.limits, self.server = options.node, options.node.limits, ranks.server
         self.places, self.outdone = places, outdone
@@ -63,7 +62,7 @@ class Coordinator:
         )
         self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
         self.job = new_job()
-        self.failures = Counter[str]()  # how often ranks of each node failed, by the node's token
+        self.failures = Counter[str]()  # how often the ranks of each node have failed, by the node's token
         self.taking: asyncio.Task[bool] | None = None  # takes the run's lease, see `ScriptStatus.take`
         works = [self.leader.watch()]
         works += [self._report(self.status)] if self.status is not None else []
@@ -78,7 +77,7 @@ class Coordinator:
             self.status.held.close()
 
     async def close(self) -> None:
-        """Stay until the others have heard how the job ends. After a repeated signal, tell them first."""
+        """Stay until the others have heard how the job ends. If a repeated signal ends this agent, tell them first."""
         if self.ends.stopped_by and not self.leader.over:
             self._end(Verdict(STOPPED, self.ends.stopped_by))
         until_s = time.monotonic() + timing.FAREWELL_S
@@ -91,12 +90,12 @@ class Coordinator:
         while True:
             await asyncio.sleep(timing.REPORT_S)
             if status.owner is not None and (self.leader.running or self.limits is not None):
-                ranks, nodes = self.leader.heartbeats(), self.leader.nodes()  # the disk may hang: a thread writes
+                ranks, nodes = self.leader.heartbeats(), self.leader.nodes()  # a thread writes: the disk may hang
                 await in_thread(functools.partial(status.report, heartbeats=ranks, nodes=nodes))
 
     async def _call(self) -> None:
-        """Call nodes that are not connected, every CALL_S. A network cut or a restarted node 0 may have made a second
-        leader, and only one may go on. A restarted node that does not find node 0 also learns by this who leads."""
+        """Call nodes that are not connected, every CALL_S. After a network cut or a restart of node 0 there may be two
+        leaders, and only one may go on. A call also tells a restarted node that does not find node 0 who leads."""
         while True:
             await asyncio.sleep(timing.CALL_S)
             here = {(member.ip, member.serves) for member in self.leader.seats.members}
@@ -110,7 +109,7 @@ class Coordinator:
             self.outdone(ip, port)
 
     async def _claim(self, job: str, number: int) -> bool:
-        """Claim the right to follow membership `number`. Returns whether no other node had claimed it before."""
+        """Claim the right to form the membership after `number`. Returns whether this node got the claim."""
         token = json.dumps({"token": self.leader.me.token}).encode()
 
         def create() -> bool:
@@ -121,7 +120,7 @@ class Coordinator:
         return False
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
-        """Return what a commit says besides its members. If the job ends instead, wait to be cancelled."""
+        """Return what a commit says besides its members. If the job ends instead, wait until this task is cancelled."""
         verdict = await self._blame(self.ends.judge(resizing=self.leader.resizing))
         if verdict.code is not None:
             self._end(verdict)
@@ -133,7 +132,7 @@ class Coordinator:
         else:
             port = free_port()
         self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
-        if (job := self.leader.basis["job"]):  # elastic: all leaders of the job count in the same way
+        if (job := self.leader.basis["job"]):  # in an elastic job, each leader continues the count of the one before
             self.job, self.ends.restarts = job, n - 1
         again = self.ends.restarts > 0
         if self.status is not None:
@@ -142,9 +141,9 @@ class Coordinator:
                 take = functools.partial(self.status.take, attempt, agreed=self.limits is not None)
                 self.taking = asyncio.create_task(in_thread(take))
             with disk_errors("run_dir", self.options.run_dir):
-                again |= await asyncio.shield(self.taking)  # if this is cancelled, the next commit uses it
+                again |= await asyncio.shield(self.taking)  # if this task is cancelled, the next commit uses it
             self.status.begin(attempt, self.ends.world_size)
-            # Report now, because the script may end before `_report` does; in a thread, because the disk may hang
+            # Report now, because the script may end before `_report` does. Use a thread, because the disk may hang
             self.begin(in_thread(self.status.report))
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
@@ -152,7 +151,8 @@ class Coordinator:
         }
 
     async def _blame(self, verdict: Verdict) -> Verdict:
-        """Leave out the node whose ranks have failed too often. The leader then proposes another membership."""
+        """Count a failure of the node that `verdict` blames. After too many failures leave the node out, and the leader
+        proposes another membership. Returns `verdict`, or one that ends the job if too few nodes would be left."""
         most = self.options.max_failures
         if most is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
             return verdict
@@ -176,7 +176,7 @@ class Coordinator:
                 self.leader.lose(member, end.why or f"ended with {end.code}", ranks=[end.rank], code=end.code)
             elif was_last and self.leader.running:
                 verdict = self.ends.judge(resizing=self.leader.resizing)
-                if verdict.code is None:  # the ranks stopped for a change of nodes; a script may end with 0 then
+                if verdict.code is None:  # the ranks stopped for a change of nodes, and a script may end with 0 then
                     self.leader.lose(member, "nodes change", ranks=[end.rank])
                 else:
                     self._end(verdict)
@@ -190,6 +190,6 @@ class Coordinator:
                 self._end(Verdict(STOPPED, self.ends.stopped_by))
 
     def _end(self, verdict: Verdict) -> None:
-        if (status := self.status) is not None:  # bounded in time, because a disk that hangs must not hide the end
+        if (status := self.status) is not None:  # for a limited time: a disk that hangs must not hide the end
             within(timing.REPORT_END_S, lambda: status.end(verdict.code or 0, verdict.text, self.ends.latest))
         self.leader.end(verdict.text, code=verdict.code)

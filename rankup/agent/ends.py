@@ -1,14 +1,14 @@
-"""How ranks and jobs end: what an end means for the job, and which files of a run record it. No torch here.
+"""How ranks and jobs end: what an end means for the job, and which files of a run record it. Imports no torch.
 
-The first rank that ends badly ends the membership: every agent tells its ranks to leave, and reports how each ended.
-Only then is the cause known, because a rank that lost its peer often ends before the peer itself.
+The first rank that fails ends the membership: every agent tells its ranks to leave, and reports how each of them ended.
+Only then is the cause known, because a rank that lost another rank often ends before the lost rank itself.
 
 | status.json                         | the run; written by node 0's agent, or by rank 0 if the script imports rankup |
 | status/<attempt>/rank-N.json        | how each rank ended; written by its agent, or by the rank itself              |
 | status/<attempt>/progress-*.json    | how the attempt goes; written by the same process as status.json              |
 | the file in TORCHELASTIC_ERROR_FILE | what torchrun's summary shows; written by the rank                            |
 
-A reader that finds no `status.json`, or another attempt's id in it, must assume that the run failed. Otherwise it would
+A reader that finds no `status.json`, or one of another attempt, must assume that the run failed. Otherwise it would
 report yesterday's success as today's."""
 
 import contextlib
@@ -29,7 +29,7 @@ from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
 from rankup.timing import VICTIM_LATER_S
 
-# The error texts of collectives whose peer is gone. gloo has no class of its own for them: it raises a RuntimeError.
+# Parts of the errors of collectives that have lost a peer. gloo raises them as RuntimeError, without a class of its own
 LOST_PEER = re.compile(
     r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
     r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout|"
@@ -39,13 +39,13 @@ LOST_PEER = re.compile(
 
 
 def new_job() -> str:
-    """Return a new id of a job. The id of an attempt is the job's id and -N for restart N. Ids sort by time, and two of
-    the same second differ."""
+    """Return a new id for a job. Ids sort by time, and two ids of the same second differ. The id of an attempt is the
+    job's id and "-N" for restart N."""
     return time.strftime("%Y%m%dT%H%M%S-") + secrets.token_hex(3)
 
 
 def job_of(attempt: str) -> str:
-    """Return the job's id, which is the first part of an attempt's id."""
+    """Return the id of the job that this attempt belongs to, which is the first part of the attempt's id."""
     return "-".join(attempt.split("-")[:2])
 
 
@@ -66,12 +66,12 @@ class End:
 
     @property
     def explains(self) -> bool:
-        """Whether this end may be the cause: the rank did not just lose another rank, and was not told to leave."""
+        """Whether this end may be the cause: the rank was not told to leave, and did not just lose another rank."""
         return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.why)
 
     @property
     def blamed(self) -> int | None:
-        """The rank whose machine may be at fault; None if nobody knows."""
+        """The rank whose machine may be at fault; None if unknown."""
         return self.rank if self.explains else self.suspect
 
     def entry(self) -> dict[str, Any]:
@@ -89,8 +89,8 @@ class End:
 
 def cause_of(ends: Sequence[End]) -> tuple[int, End]:
     """Return the exit code of all these ends together, and the end that explains it. `ends`: at least one, in the order
-    of `root_cause`."""
-    # An end that does not explain anything counts as a peer loss, whatever its code
+    in which the ranks ended."""
+    # An end that explains nothing counts as a peer loss, whatever its code
     code = root_cause([end.code if end.explains else PEER_LOST for end in ends])
     return code, next((end for end in sorted(ends, key=lambda end: not end.explains) if end.code == code), ends[0])
 
@@ -101,11 +101,11 @@ def _state_of(code: int) -> str:
 
 @dataclass
 class Verdict:
-    """The decision after a membership ended: start another one if `code` is None, else end the job with `code`."""
+    """The decision after a membership has ended: start another one if `code` is None, else end the job with `code`."""
 
     code: int | None
     text: str = ""  # the reason
-    cause: End | None = None  # the end that made another membership necessary
+    cause: End | None = None  # the failure that made another membership necessary
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Ends:
 
     world_size: int
     max_restarts: int  # give up after this many restarts in a row without a new step
-    restart_on: Collection[int] = ()  # codes below 128 after which to restart too
+    restart_on: Collection[int] = ()  # restart after these codes below 128 too
     restarts: int = 0  # restarts in all memberships so far
     without_progress: int = 0  # restarts since the last new step
     furthest_step: int = 0
@@ -150,7 +150,7 @@ class Ends:
             return Verdict(code, f"{cause}; gave up after {self.max_restarts} restarts without progress")
         self.restarts += 1
         self.without_progress += 1
-        # The attempt that reached the newest step made progress, so it does not count
+        # The attempt that reached the furthest step made progress, so it does not count
         vain = self.without_progress - (self.furthest_step > 0)
         return Verdict(None, f"{cause}, restarted ({vain} of {self.max_restarts} attempts without progress)", cause)
 
@@ -166,8 +166,8 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The newest report on one attempt. Rank 0 writes it, or the leader if the script does not import rankup; then the
-    steps are unknown. Times are `time.time()` on the writer's machine."""
+    """The newest report on one attempt. Rank 0 writes it. If the script does not import rankup, the leader writes it
+    without steps. Times are `time.time()` on the writer's machine."""
 
     run: str  # the id of the run
     attempt: str
@@ -194,7 +194,7 @@ class Report:
 
 
 class StatusFile:
-    """The file `status.json` of a run, which rank 0 writes. `attempt`: the attempt's id; all ranks take over rank 0's.
+    """The file `status.json` of a run, which rank 0 writes. `attempt`: the attempt's id; all ranks adopt rank 0's.
     `begun`: the run has begun or resumed. Before that, a user's mistake does not replace an earlier attempt's end."""
 
     def __init__(self, run_dir: Path, launch: RankEnv) -> None:
@@ -206,16 +206,16 @@ class StatusFile:
         self._ended: dict[str, Any] | None = None  # the summary of an earlier attempt that finished or was stopped
 
     def claim(self, owner: Lease) -> None:
-        """Own the run directory from now on, for as long as `owner` holds. Only rank 0 calls this."""
+        """Write as the owner of the run directory, as long as the lease `owner` is held. Only rank 0 calls this."""
         self.owner = owner
         self.write_summary([])
 
     def write_summary(self, ends: Iterable[End], *, code: int | None = None, why: str = "") -> None:
-        """Write the file if this is rank 0 and may write. `ends`: empty while the run goes on, then those of all ranks.
-        `code`, `why`: how the run ended; by default as the rank did that caused the end."""
+        """Write the file if this is rank 0 and may write. `ends`: empty while the run goes on, then all ranks' ends.
+        `code`, `why`: how the run ended; by default, how the rank that caused the end did."""
         earlier = read_json(self.run_dir / "status.json") if self.rank == 0 else {}
         theirs = earlier.get("attempt") != self.attempt
-        # Until ownership is settled: a second attempt that will be refused must not overwrite the status of a live one
+        # A second attempt that the lease is about to refuse must not overwrite the status of a live attempt
         denied = theirs and earlier.get("state") == "running" and (self.run_dir / "lease.json").exists()
         if self.rank != 0 or (self.owner is None and denied):
             return
@@ -237,7 +237,7 @@ class StatusFile:
 
 
 class ScriptStatus(StatusFile):
-    """The status and the reports of a script that does not import rankup, written by its leader. `held`: the lease."""
+    """The status of a script that does not import rankup. The leader writes it. `held` holds the lease."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, RankEnv())
@@ -245,8 +245,8 @@ class ScriptStatus(StatusFile):
         self._began = time.time()
 
     def take(self, attempt: str, *, agreed: bool) -> bool:
-        """Own the run from now on, and return whether an earlier job of the run was killed or ended with a code of 128
-        or more. Takes up to 10 s. `agreed`: see `Lease`. Raises OSError, or UserError if a live attempt owns it."""
+        """Take the run's lease. Returns whether an earlier job of the run was killed or ended with a code from 128 on.
+        Takes up to 10 s. `agreed`: see `Lease`. Raises OSError, or UserError if a live attempt owns the run."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.owner = self.held.enter_context(Lease(self.run_dir, attempt, agreed=agreed))
         code = read_json(self.run_dir / "status.json").get("code", FINISHED)
@@ -263,7 +263,7 @@ class ScriptStatus(StatusFile):
     def report(
         self, *, finished: bool = False, heartbeats: Sequence[dict[str, Any]] = (), nodes: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """Write how the attempt goes, for `rankup status`, every REPORT_S. `heartbeats`, `nodes`: see `Leader`."""
+        """Write how the attempt goes, for `rankup status`. `heartbeats`, `nodes`: see `Leader`."""
         now = time.time()
         ranks = [{**heartbeat, "seen": now - heartbeat["ago_s"]} for heartbeat in heartbeats]
         run, attempt = job_of(self.attempt), self.attempt
@@ -288,5 +288,5 @@ def tell_torchrun(error: BaseException) -> None:
 
 
 def what_next(run_dir: Path) -> str:
-    """Return what the user can type after a script has failed."""
+    """Return which commands the user can type after a script has failed."""
     return f"`rankup explain {run_dir}` says why, `rankup logs {run_dir}` has all lines"

@@ -1,11 +1,11 @@
 """How the leader runs the meeting: it accepts members, names missing ones and finds lost ones. Imports no torch.
 
-The kernel closes the connections of a process that ends, so the leader learns of its loss at once. A process that is
-stopped or unreachable is found by its silence. `protocol` describes the messages, `leader_connection` is a member's
-part in the meeting, `membership` decides on memberships, and `record` makes all ranks stop before the same step.
+The kernel closes the connections of a process that ends, so the leader notices its end at once. If a process is stopped
+or unreachable, the leader notices its silence. `protocol` describes the messages, `leader_connection` is the members'
+side, `membership` decides on memberships, and `record` makes all ranks stop before the same step.
 
-If a newcomer is needed in an elastic job, whose number of nodes may change, all ranks save and stop before one step.
-"""
+If an elastic job, whose number of nodes may change, needs a newcomer, all ranks save and stop before the same step. The
+next membership then includes the newcomer."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ class Leader(Memberships):
     # For status and logs ----------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return a row for `rankup status` per node that has been here since this leader leads; [] if not elastic."""
+        """Return a row for `rankup status` for each node that this leader has seen; [] if the job is not elastic."""
         if self._limits is None:
             return []
         now, now_s = time.time(), self._clock()
@@ -35,7 +35,7 @@ class Leader(Memberships):
         for seat in [*self._lost.values(), *self.seats.values()]:
             used = self.running and seat in self._chosen and not seat.lost
             votes = all(seat.member.token in each["voters"] for each in electorates(self.basis))
-            idle = "spare" if votes else "new"  # it has no vote until the others know of it
+            idle = "spare" if votes else "new"  # a newcomer has no vote until the others know about it
             state = "in use" if used else "left out" if seat.unfit else "lost" if seat.lost else idle
             rows[seat.claim.start] = {
                 "host": seat.member.host, "state": state, "since": now - (now_s - seat.since_s),
@@ -44,8 +44,8 @@ class Leader(Memberships):
         return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
 
     def heartbeats(self) -> list[dict[str, Any]]:
-        """Return the newest heartbeat of each rank with its `host`, by rank. `ago_s` is how many seconds ago the
-        rank gave it. It is a duration, because the clocks of two machines may differ."""
+        """Return the newest heartbeat of each rank, ordered by rank, with its `host`. `ago_s`: how many seconds ago the
+        rank gave it; not a time, because the clocks of two machines may differ."""
         now_s = self._clock()
         rows = [
             {**heartbeat, "host": seat.member.host, "ago_s": heartbeat["ago_s"] + now_s - seat.heartbeat_s}
@@ -77,7 +77,7 @@ class Leader(Memberships):
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, as the callback of `asyncio.start_server(leader.accept, ..., limit=LONGEST)`."""
-        # The event loop cancels this task when it ends. Python 3.11 prints a traceback if CancelledError passes on
+        # The event loop cancels this task at its end. Python 3.11 prints a traceback if CancelledError leaves a task
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(Link(reader, writer)) as link:
             link.send("leader", over=self.over, **self.greeting())
             why = ENDED
@@ -100,25 +100,25 @@ class Leader(Memberships):
 
     def yields_to(self, other: Mapping[str, Any]) -> bool:
         """Return whether another leader of this job, whose `greeting` is `other`, replaces this one. The newest
-        committed membership counts first, because a leader that is cut off may have proposed more of them in vain."""
+        committed membership counts first: a leader that is cut off may have made many proposals in vain."""
         names, own = ("formed", "n", "running", "token"), self.greeting()
         return same_job(other, self.basis) and [other[name] for name in names] > [own[name] for name in names]
 
     def _read(self, link: Link, hello: Mapping[str, Any]) -> Member | None:
-        """Read a newcomer's first message. Returns None if it can't belong to this job and was turned away."""
+        """Read a newcomer's first message. Returns None if its world size differs, so that it was turned away."""
         if hello["is"] == "leads" and self._limits is not None:
             if not hello["port"]:  # the sender is a member of a job and looks for its leader
                 self._foreign_s = self._clock() if hello["n"] > self.membership else self._foreign_s
             elif self.yields_to(hello):
                 self._outdone(link.remote_ip, hello["port"])
         if hello["is"] != "hello" or self.over:
-            raise ValueError(hello["is"])  # a member that came too early tries again with the next leader
+            raise ValueError(hello["is"])  # after the end of this job, a member of the next job tries again
         member, basis = Member.read(hello), hello.get("basis") or NONE
         if member.world_size != self.me.world_size:
             others = f"{self.me.who} with WORLD_SIZE={self.me.world_size}. Set the same on all ranks."
             self._turn_away(link, member, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
             return None
-        self.membership = max(self.membership, hello["n"])  # this leader may have followed another one
+        self.membership = max(self.membership, hello["n"])  # an earlier leader may have used higher numbers
         if hello["n"] and self._model is None:
             self._model = member
         if self._limits is not None and not self.running and age(basis) > age(self.basis):
@@ -126,10 +126,10 @@ class Leader(Memberships):
         return member
 
     async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:
-        """Give a newcomer its seat once no other member holds its ranks. If the holder still sends heartbeats, the
-        newcomer is turned away. If the holder is silent, `tick` removes it in the end.
+        """Give a newcomer its seat once no other member holds its ranks. If such a member still sends heartbeats, turn
+        the newcomer away. If such a member is silent, wait until `tick` removes it.
 
-        Raises ConnectionError if the job is over before."""
+        Raises ConnectionError if the job ends meanwhile."""
         came_s, ranks = self._clock(), member.ranks
         while rivals := [
             seat for seat in self.seats.values() if seat.claim.start < ranks.stop and ranks.start < seat.claim.stop
@@ -158,7 +158,7 @@ class Leader(Memberships):
 
     def _take(self, link: Link, message: Mapping[str, Any]) -> None:
         if (seat := self.seats.get(link)) is None:
-            return  # this member was refused, and has not left yet
+            return  # the sender was refused, and has not left yet
         seat.heard_s, kind = self._clock(), message["is"]
         if kind == "ready":
             if message["n"] == self._proposed and seat in self._late:
@@ -178,7 +178,7 @@ class Leader(Memberships):
             self._let_go(seat)
         elif kind == "has":
             seat.has = age({"n": message["n"], "v": message["v"]})
-        elif kind == "left":  # the node has no vote from now on, and its ranks have ended for good
+        elif kind == "left":  # the node's ranks have ended for good, and it has no vote from now on
             self._renew(**without(self.basis, seat.member.token))
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
             pass  # members can't report losses, and messages of other memberships are dropped
@@ -192,15 +192,15 @@ class Leader(Memberships):
             self._on_message(seat.member, message)
 
     def _answer(self) -> None:
-        """Answer all "ask" messages at once: when a deadline passes, all ranks ask where the others are, repeatedly."""
+        """Answer all "ask" messages together: after a deadline, all ranks ask where the others are again and again."""
         asked, self._asking = self._asking, set()
         data = encode("ranks", ranks=self.heartbeats(), nodes=self.nodes())
         for link in asked:
             link.write(data)
 
     def take(self, kind: str, **values: Any) -> bool:
-        """Handle a message of the member in this process before this returns, because the process may be about to end.
-        Returns False if that member has left."""
+        """Handle a message of this process's own member. Does not return before: the process may be about to end.
+        Returns False if the member has left."""
         if (own := self.seats.of(self.me.token)) is not None:
             self._take(own.link, {"is": kind, **values})
         return own is not None
@@ -208,7 +208,7 @@ class Leader(Memberships):
     # The clock --------------------------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Call `tick` every TICK_S, without end."""
+        """Call `tick` every TICK_S, forever."""
         while True:
             await asyncio.sleep(timing.TICK_S)
             self.tick()
@@ -218,7 +218,7 @@ class Leader(Memberships):
         now_s, silent_s = self._clock(), timing.SILENT_S if self._limits is None else self._limits.silent_s
         for seat in list(self.seats.values()):
             if now_s - self._ticked_s > min(timing.FROZEN_S, silent_s / 2):
-                seat.heard_s = now_s  # this process was frozen itself, and could hear nobody
+                seat.heard_s = now_s  # this process itself was stopped for a while, and could receive nothing
             elif now_s - seat.heard_s > silent_s:
                 self._remove(seat.link, f"sent no heartbeat for {now_s - seat.heard_s:.0f} s")
         self._ticked_s = now_s
@@ -240,11 +240,11 @@ class Leader(Memberships):
     # Changes of an elastic job ----------------------------------------------------------------------------------------
 
     def _let_go(self, seat: Seat) -> None:
-        """Let a node leave that was asked to. The others go on without it. If all nodes leave, the job stops."""
+        """Let a node leave that was asked to leave. The others go on without it. If all nodes leave, the job stops."""
         seat.unfit, seat.leaves = seat.unfit or "it was asked to leave", True
         if all(each.leaves for each in self.seats.values()):
             for each in self.seats.values():
-                each.unfit = ""  # all nodes take part to the end, and report how their ranks end
+                each.unfit = ""  # the job stops, so all nodes stay until their ranks have ended, and report the ends
             self._on_message(seat.member, {"is": "stop", "signal": "SIGTERM"})
         elif seat in self._chosen and self.running:
             self._change()
@@ -258,7 +258,7 @@ class Leader(Memberships):
             self.stop("SIGTERM", change=True)
 
     def _look_for_change(self) -> None:
-        """Give spares a vote, and make the ranks stop if newcomers are needed. Take those within GATHER_S together."""
+        """Give spares a vote. Make the ranks stop if newcomers are needed, once none has come for GATHER_S."""
         if self.resizing or self._limits is None:
             return
         spares = [seat.member.token for seat in self.seats.values() if seat not in self._chosen and not seat.leaves]
@@ -268,7 +268,7 @@ class Leader(Memberships):
         now_s = self._clock()
         new = [
             seat for seat in self.seats.values() if seat not in self._chosen and not seat.unfit and seat.warm
-            # A bad node that is restarted again and again must not stop the others each time
+            # A node that failed before must not stop the others each time its launcher restarts it
             and now_s - seat.since_s >= timing.RETURN_S * self._left_out[seat.claim.start]
         ]
         room = len(self._chosen) < self._limits.most and new

@@ -22,15 +22,15 @@ from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
 
 ASKED = 4  # how many members are asked at once who leads
-CROWD = 8  # members of a job with more ranks retry less often, because one machine accepts all connections
+CROWD = 8  # members of a job with more ranks than this retry less often, because one machine accepts all connections
 HINT = "On all ranks, MASTER_ADDR and MASTER_PORT, or the file, must be those of rank 0."
 
 
 class LeaderConnection:
-    """This member's connection to the leader. If it is lost, the member connects again until its time to join is over.
+    """A member's connection to the leader. If it is lost, the member looks for a leader for `me.left_s` at most.
 
     `problem`: why there is no membership yet. `basis`: the newest basis that the leader has sent, see `quorum`. If the
-    number of nodes is fixed, only its `n` means anything."""
+    number of nodes is fixed, only the basis's `n` is used."""
 
     def __init__(
         self, me: Member, find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
@@ -38,15 +38,15 @@ class LeaderConnection:
         records: Callable[[], Mapping[int, Record]] = dict, silent_s: float = timing.SILENT_S,
         warm: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`find_leader`: returns the leader's host and port, which may change, or raises an OSError that says why none
-        is there yet. `notice`: prints what this member waits for, every NOTICE_S. `records`: the records of this
+        """`find_leader`: returns the leader's host and port, which may change, or raises an OSError that says why there
+        is no leader yet. `notice`: prints what this member waits for, every NOTICE_S. `records`: the records of this
         member's running ranks, by rank. `silent_s`: the leader is lost after this many seconds without a heartbeat.
         `warm`: whether the fork server has imported torch already, so that ranks start at once."""
         self.basis: Basis = NONE
         self._silent_s, self._warm, self._records = silent_s, warm, records
         self.me, self._find_leader, self._notice, self._clock = me, find_leader, notice, clock
         self.problem = "nothing was heard from rank 0"
-        self._until_s = math.inf  # when the time to join is over; infinite in a membership
+        self._until_s = math.inf  # when this member gives up joining; infinite while it is in a membership
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
         self._leader, self.at = "", list[Any]()  # the leader's last address as text; its [ip, port] while connected
@@ -62,17 +62,17 @@ class LeaderConnection:
         return self._link is not None
 
     def ready(self, n: int) -> None:
-        """Say that this member's ranks have ended and that it can join membership `n`. Returns at once. The leader gets
-        the message after the route to the next member has been tested."""
+        """Tell the leader that this member's ranks have ended and that it can join membership `n`. Returns at once. The
+        message is sent after the test of the route to the next member."""
         if self._link is not None and n == self.basis["n"]:
             self._start(self._try_route(self._link, n))
 
     async def follow(self, on_message: Callable[[dict[str, Any]], object]) -> None:
         """Take part until `on_message` returns true. It receives each message of the leader: propose, commit, lost, ...
-        If the leader itself is lost, `on_message` receives "gone" (with `why`), and this looks for a leader again.
+        If the leader itself is lost, `on_message` receives "gone" (with `why`), and this member looks for a leader.
 
-        Raises JoinError if `me.left_s` seconds after the start, or after the loss of the last membership, no leader
-        answers. A leader that answers decides itself how long to wait, because it knows who is missing.
+        Raises JoinError if no leader answers within `me.left_s` seconds of the start, or of the end of the last
+        membership. A leader that answers decides how long to wait, because it knows who is missing.
         """
         self._until_s = self._clock() + self.me.left_s
         try:
@@ -107,7 +107,7 @@ class LeaderConnection:
         return None
 
     def close(self) -> None:
-        """Leave. Messages that were already sent still go out."""
+        """Leave. Messages that were sent before still go out."""
         for task in self._tasks:
             task.cancel()
         for held in (self._link, self._listener):
@@ -121,7 +121,7 @@ class LeaderConnection:
         return task
 
     def _take(self, link: Link, message: dict[str, Any]) -> bool:
-        """Handle what a message means for the meeting. Returns whether `on_message` gets the message too."""
+        """Act on a message as far as the meeting is concerned. Returns whether `on_message` gets the message too."""
         kind = message["is"]
         if kind == "waiting":
             self.problem = message["text"]
@@ -136,7 +136,7 @@ class LeaderConnection:
                 self.basis = basis
             if message.get("basis"):
                 link.send("has", n=self.basis["n"], v=self.basis["v"])
-        elif kind == "over":  # stop reconnecting, but stay until a leader in this process has told the other members
+        elif kind == "over":  # look for no other leader. Stay: a leader in this process may still have to tell others
             self._until_s = self._clock()
         elif kind == "lost":
             self._leave_membership()
@@ -172,7 +172,7 @@ class LeaderConnection:
                     self.problem = str(error)
                 except OSError as error:
                     now = explain(error, host, port)
-                    # When rank 0 gives up, its container and host name vanish. The earlier refusal says the real cause
+                    # When rank 0 gives up, its container and host name vanish. An earlier refusal shows the real cause
                     refused = now if isinstance(error, ConnectionRefusedError) else refused
                     self.problem = f"{refused}. By now {now}" if refused and refused != now else now
             now_s = self._clock()
@@ -184,7 +184,7 @@ class LeaderConnection:
             await asyncio.sleep(crowd * (timing.EARLY_PAUSE_S if now_s - begun_s < timing.EARLY_S else timing.PAUSE_S))
 
     async def _introduce(self, host: str, port: int) -> Link:
-        """Connect and send hello. Raises OSError if nothing accepts, JoinError if no leader there takes members."""
+        """Connect and send hello. Raises OSError if nobody accepts, and JoinError if no leader there takes members."""
         self._listen()
         secret = read_secret(os.environ)
         link = await Link.connect(host, port)
@@ -218,7 +218,7 @@ class LeaderConnection:
             await asyncio.sleep(timing.ALIVE_S)
             now_s = self._clock()
             if now_s - looked_s > timing.ALIVE_S + min(timing.FROZEN_S - timing.ALIVE_S, self._silent_s / 2):
-                self._heard_s = now_s  # this process was frozen itself, and could not hear the leader
+                self._heard_s = now_s  # this process itself was stopped for a while, and could receive nothing
             looked_s, silent_s = now_s, now_s - self._heard_s
             is_over = now_s > self._until_s + timing.LAST_MESSAGE_S and silent_s > timing.BUSY_S
             if silent_s > self._silent_s or is_over:
@@ -230,7 +230,7 @@ class LeaderConnection:
     def _listen(self) -> None:
         """Listen on any high port, as gloo will, so that another member can test the route. Raises OSError.
 
-        The kernel completes connections by itself. Nothing reads from them, so strangers can send no data.
+        The kernel completes the connections by itself. No code reads from them, so strangers can do no harm.
         """
         if self._listener is None and self.me.num_ranks < self.me.world_size:  # a single member needs no route test
             self._listener = open_port("", 0, backlog=128)
@@ -254,7 +254,7 @@ class LeaderConnection:
 
 
 def explain(error: OSError, host: str, port: int) -> str:
-    """Return a clause that says why a connection failed and what this error usually means."""
+    """Return a clause that says why a connection failed and what such an error usually means."""
     address = f"{host}:{port}"
     if isinstance(error, socket.gaierror):
         return f'the name "{host}" does not resolve here ({error.strerror})'
@@ -275,14 +275,14 @@ def explain(error: OSError, host: str, port: int) -> str:
 async def elect(
     connection: LeaderConnection, node: NodeEnv, elsewhere: tuple[str, int] | None
 ) -> tuple[str, int] | None:
-    """Return the leader's address, or None if this member must lead. The first member of the last membership that
+    """Return the leader's address, or None if this member must lead: the first member of the last membership that
     answers leads. `elsewhere`: the address of an agent that has said it leads. Raises OSError if the caller must retry.
 
-    All members search at the same time. Each one therefore asks only a few at once, in the order in which members lead.
-    Only a member that is about to lead asks all of them."""
+    All members search at the same time. So each of them asks only ASKED members at once, in the order in which they
+    would lead. Only a member that is about to lead asks all others."""
     basis, me, master = connection.basis, connection.me, (node.master_addr, node.master_port)
     said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
-    # Port 0 says that this member does not lead. A new node 0 that hears it learns that the job exists
+    # Port 0: this member does not lead. From this message a new node 0 learns that the job exists already
     words = {**knowledge(basis, me.token), "port": 0}
 
     async def ask(places: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
@@ -308,14 +308,14 @@ async def elect(
             if (each := said[place]) and each["token"] == token:
                 raise ConnectionError(f"{name} should lead, but does not lead yet")
     if not basis["n"]:
-        return master  # connecting there gives the error to show
+        return master  # connecting there raises the error that users should see
     if len(before) == len(known):
         raise ConnectionError("no leader of the job was found")
     return await ask(place for token, place, _ in known if token != me.token)
 
 
 async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask the agent at this address who leads, and send it `answer` as "leads". Returns None if nobody replies."""
+    """Ask the agent at this address who leads, and send `answer` to it as "leads". Returns None if no agent answers."""
     connect = Link.connect(ip, port, timeout_s=timing.PROBE_S)
     with contextlib.suppress(OSError, ValueError), contextlib.closing(await connect) as link:
         async with asyncio.timeout(timing.PROBE_S):

@@ -1,11 +1,11 @@
 """The leader's decisions on which members belong to a job: it proposes, commits and ends memberships. Imports no torch.
 
-In an elastic job, whose number of nodes may change, a node keeps its seat, and each proposal numbers the ranks anew:
-the leader's ranks come first, then the nodes of the last membership in their order, then newcomers. Nodes beyond `most`
-are spares. After a network cut, `quorum` decides which part of the job goes on.
+In an elastic job, whose number of nodes may change, each proposal numbers the ranks anew: first the leader's, then
+those of the last membership's nodes in their order, then those of newcomers. Nodes beyond `Limits.most` are spares.
+After a network cut, `quorum` decides which part of the job goes on.
 
-If members differ (see `differences`) before the first membership, all of them are refused. After that only the newcomer
-that differs is turned away, even if it leads. Arguments of the script count only if all nodes began with the same ones.
+If members differ (see `differences`) before the first membership, the job ends. After that only a newcomer that differs
+is turned away, even if it leads. The script's arguments are compared only if all nodes began with equal arguments.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ ENDED = "its process has ended"
 
 
 class Memberships:
-    """The members of a job and its memberships, as the leader keeps them. Everything runs in one event loop, and the
-    cost of a message does not depend on the number of members.
+    """The leader's knowledge of a job's members and memberships. Everything runs in one event loop, and the cost of a
+    message does not depend on the number of members.
 
-    `seats`: the members that are connected. `basis`: in an elastic job, the basis of the last membership, see `quorum`.
-    `membership`: the highest number that this leader knows of, even if that membership was only proposed. `running`:
+    `seats`: the connected members. `basis`: in an elastic job, the basis of the last membership, see `quorum`.
+    `membership`: the highest number that this leader knows, even if that membership was only proposed. `running`:
     whether the last committed membership still runs. `resizing`: whether its ranks have been asked to stop for another
-    membership. `over`: why there will be no more memberships, else "". Members that come then wait for the next leader.
+    membership. `over`: why there will be no more memberships, or "". Members that come later wait for the next leader.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class Memberships:
         outdone: Callable[[str, int], None] = lambda ip, port: None,
         claim: Callable[[str, int], Awaitable[bool]] | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`me`: the member in the leader's own process. The job ends if its members have not met `me.left_s` seconds
-        after the start or after the last loss. `log`: prints a line. `prepare(n)`: returns what a commit says besides
+        """`me`: the member in the leader's own process. The job ends if its members have not met within `me.left_s`
+        seconds of the start or of the last loss. `log`: prints a line. `prepare(n)`: returns what a commit says besides
         its members. It is called when all members are ready and have reported how their ranks ended. It may take
-        PREPARE_S and is cancelled if a member leaves meanwhile. If it raises, the job ends with that text.
+        PREPARE_S, and is cancelled if a member leaves meanwhile. If it raises, the job ends with the error's text.
 
-        `on_message(member, message)`: receives all messages that are not part of the meeting. Messages of a membership
-        other than the last committed one are dropped. If the leader itself finds a member lost, it tells all members,
-        and then `on_message` receives {"is": "lost", "n", "why"}.
+        `on_message(member, message)`: receives all messages that are not part of the meeting, except those of other
+        memberships than the last committed one. If the leader itself finds a member lost, it tells all members, and
+        then `on_message` receives {"is": "lost", "n", "why"}.
 
-        `limits`: of an elastic job. `outdone(ip, port)`: called if the leader at that address knows a newer membership.
-        `claim(job, n)`: claims the right to follow membership `n` in `--shared-dir`, and returns whether it has it.
-        """
+        `limits`: None if the job is not elastic. `outdone(ip, port)`: called if the leader at that address must replace
+        this one. `claim(job, n)`: claims the right to form the next membership after `n` in `--shared-dir`, and returns
+        whether this leader has it."""
         self.me, self._log, self._prepare, self._on_message, self._clock = me, log, prepare, on_message, clock
         self._limits, self._outdone, self._claim = limits, outdone, claim
         self.membership, self.running, self.resizing, self.over = 0, False, False, ""
@@ -70,9 +70,9 @@ class Memberships:
         self._forming: asyncio.Task[None] | None = None
         self._asking = set[Link]()  # connections that wait for an answer to "ask"
         self._formed = 0  # the number of the last committed membership
-        self._stop: StopAgreement | None = None  # of the running membership, once it was asked to stop
+        self._stop: StopAgreement | None = None  # the running membership's, once its ranks were asked to stop
         self._model: Member | None = None  # newcomers must match it, see `differences`; None before the job began
-        self._next = NONE  # the basis that this leader has proposed last
+        self._next = NONE  # the basis in this leader's last proposal
         self._owned = set[int]()  # the memberships that only this leader may follow, see `quorum.claims`
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
         self._beaten_s = -math.inf  # when another part of the job had claimed the right to go on
@@ -92,7 +92,7 @@ class Memberships:
             seat.link.write(data)
 
     def end(self, text: str, *, code: int | None = JOIN_FAILED) -> None:
-        """End the job: members may then leave without counting as lost, and no new member is taken."""
+        """End the job. From now on members may leave without counting as lost, and no new member is taken."""
         if not self.over:
             self.tell("over", code=code, text=text)
             self.over = text or "the job at this address has just ended"
@@ -112,12 +112,12 @@ class Memberships:
             self.end(text, code=code)
         elif member.token != self.me.token:
             self._log(f"{member.name} was turned away{', and the job goes on' * self.running}: {text}")
-        else:  # the refused member is the leader's own: the others must find a leader that matches them
+        else:  # the refused member is the leader's own, so the others must find a leader that matches them
             self.tell("waiting", text=f"{member.name} was turned away: {text}")
             self.dismiss()
 
     def _sort_out(self) -> None:
-        """Turn away members that do not belong to this job, also those that came before its settings were known."""
+        """Turn away members whose settings differ from the job's, even if they came before its settings were known."""
         for seat in list(self.seats.values()):
             if self.over or self._model is None:
                 return
@@ -141,8 +141,8 @@ class Memberships:
             self._on_message(seat.member, {"is": "lost", "n": self._formed, "why": why})
 
     def lose(self, member: Member, why: str, *, ranks: Iterable[int] | None = None, **more: Any) -> None:
-        """End the membership because of these ranks of a member, by default all of its ranks. Every member ends its
-        ranks and then reports ready for the next membership. Does nothing if no membership runs."""
+        """End the running membership, if there is one, because `ranks` of `member`, by default all of them, are lost.
+        Each member then ends its ranks, and reports ready for the next proposal."""
         if not self.running:
             return
         self.running, self._stop = False, None
@@ -163,14 +163,14 @@ class Memberships:
     # Proposal and commit ----------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
-        """Start to form a membership if none runs and the present members are enough for one."""
+        """Begin to form a membership if none runs and the present members are enough for one."""
         if not (self.running or self.over) and (self._forming is None or self._forming.done()) and self._choose():
             self._forming = asyncio.create_task(self._form())
 
     async def _form(self) -> None:
         """Propose a membership, and commit it once all members are ready. Cancelled if one leaves or the job ends."""
         try:
-            # Claim first: members would take a proposal for newer than what another part of the job has committed
+            # Claim before the proposal, so that only the part of the job that goes on proposes anything
             while self._claim is not None and (unowned := claims(self.basis, self.seats.tokens) - self._owned):
                 if not await self._claim(self.basis["job"], n := min(unowned)):
                     self._beaten_s = self._clock()
@@ -201,13 +201,13 @@ class Memberships:
             return sorted(seats, key=lambda seat: seat.claim.start) if are_all else []
         if any(seat.unfit and seat.member.token == self.me.token for seat in seats):
             return []  # this leader leaves, and the next one chooses
-        # A new node 0 must not found a second job while members of the first one look for their leader
+        # A new node 0 must not begin a second job while members of the first one look for their leader
         if now_s - self._beaten_s < timing.NOTICE_S or (founds and now_s - self._foreign_s < timing.FOUND_S):
             return []
         order = {token: place for place, token in enumerate(self.basis["used"], 1)} | {self.me.token: 0}
-        # At the start all nodes import torch. Later the job does not wait for imports, except for those of the leader
+        # At the start all nodes import torch. Later the job waits only for the leader's own imports
         fit = [seat for seat in seats if not seat.unfit and (founds or seat.warm or seat.member.token == self.me.token)]
-        # A new node 0 must not found a second job: it waits for a call from the leader of the first one
+        # A new node 0 must not begin a second job, so it waits for a call from the leader of the first one
         wait_s = max(self._limits.wait_s, timing.FOUND_S) if founds else self._limits.wait_s
         enough = self._limits.least if now_s - self._begun_s >= wait_s else self._limits.most
         if len(fit) < enough or self._outvoted():
@@ -219,7 +219,7 @@ class Memberships:
         self.membership = self._proposed = self.membership + 1
         self._late, self._chosen = set(seats), seats
         self._all_ready.clear()
-        # Members on the leader's machine came by loopback, which others can't use. They get the local address at which
+        # Members on the leader's machine connect by loopback, which others can't use. They get the local address where
         # others arrive. The address that others dial may be a Kubernetes Service's, which is on no interface here
         far = (seat.link.local_ip for seat in self.seats.values() if not is_loopback(seat.member.ip))
         ours = next((ip for ip in far if not is_loopback(ip)), "127.0.0.1")
@@ -230,7 +230,7 @@ class Memberships:
             arguments = {member.settings.get(ARGUMENTS) for member in self.seats.members}
             self.basis = {**self.basis, "same_arguments": len(arguments) == 1}
         more = {} if self._limits is None else {"basis": self._number()}
-        # Each member tests the route to the next one of a ring, so that some test leaves and some test enters each node
+        # Each member tests the route to the next one in a ring, so each node's way out and way in are tested once
         following = dict(zip(seats, [*seats[1:], seats[0]], strict=True))
         for seat in self._late:
             to = following.get(seat, seat).member
@@ -238,11 +238,11 @@ class Memberships:
             seat.link.send("propose", n=self._proposed, next=route, ip=seat.member.ip, **more)
 
     def _number(self) -> Basis:
-        """Number the ranks of a proposal of an elastic job. Returns its basis."""
+        """Number the ranks of a proposal in an elastic job. Returns the proposal's basis."""
         for place, seat in enumerate(self._chosen):
             size = seat.member.num_ranks
             seat.member = replace(seat.member, first_rank=place * size, world_size=len(self._chosen) * size)
-        self._late |= {seat for seat in self.seats.values() if not seat.leaves}  # spares must know it before the commit
+        self._late |= {seat for seat in self.seats.values() if not seat.leaves}  # spares must know the proposal too
         known = self._known()
         tokens = [token for token, *_ in known]
         self._next = {
@@ -253,7 +253,7 @@ class Memberships:
         return self._next
 
     def _known(self) -> list[list[Any]]:
-        """Return token, address, port and name of all members that stay, in the order in which they would lead."""
+        """Return the token, address, port and name of each member that stays, in the order in which they would lead."""
         return [
             [each.member.token, each.member.ip, each.member.serves, each.name]
             for each in dict.fromkeys([*self._chosen, *self.seats.values()]) if not each.unfit
@@ -267,8 +267,8 @@ class Memberships:
             self._forming = None
 
     def _give_up(self, problems: list[str]) -> None:
-        """Handle members that have no route to each other. In an elastic job, leave out the member that takes part in
-        the most failed routes, but never the leader. Otherwise end the job."""
+        """Handle members that have no route to each other. In an elastic job, leave out the member that most of the
+        failed routes begin or end at, but never the leader. Otherwise end the job."""
         pairs = zip(self._chosen, [*self._chosen[1:], self._chosen[0]], strict=True)
         blame = Counter(each for pair in pairs if pair[0].problem for each in pair)
         worst = max(reversed(self._chosen[1:]), key=lambda seat: blame[seat]).member
@@ -278,8 +278,8 @@ class Memberships:
             self.end(f"all ranks reached the master, but not each other: {'; '.join(problems[:4])}. {HINT}")
 
     def leave_out(self, token: str, why: str) -> bool:
-        """Go on without a node for good: tell it to leave, and drop the proposal. Returns False, and does nothing, if
-        too few nodes would be left."""
+        """Tell a node to leave for good, and drop the proposal. Returns False, and does nothing, if the node is gone,
+        if too few nodes would remain, or if the job is not elastic."""
         seat = self.seats.of(token)
         others = [each for each in self.seats.values() if each is not seat and not each.unfit]
         if self._limits is None or seat is None or len(others) < self._limits.least:
@@ -291,25 +291,25 @@ class Memberships:
         return True
 
     def _start(self, n: int, more: dict[str, Any]) -> None:
-        """Commit membership `n`, which runs from now on. `more`: what `prepare` returned."""
+        """Commit membership `n`, which then runs. `more`: what `prepare` returned."""
         self._proposed, self._forming = 0, None
         self.running, self._formed, self.resizing = True, n, False
         self._model = self._chosen[0].member
-        self._sort_out()  # members that came after the proposal may differ
+        self._sort_out()  # the settings of members that came after the proposal may differ
         for seat in self.seats.values():
             seat.finished.clear()
         on_hosts = itertools.groupby(self.chosen, key=lambda member: member.host)
         hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
         if self._limits is not None:
             change = describe_change(self.basis, self._next, [*self._lost.values(), *self.seats.values()])
-            # This basis is newer than a proposal of the same number, which another part of the job may have made
+            # "v": 1 makes this basis newer than a proposal of the same number by another part of the job
             self.basis = {**self._next, "v": 1, "before": [], "ran": self._next["used"], "job": more["job"]}
             more |= {"change": change, "basis": self.basis}
         self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more)
 
     def stop(self, name: str, **more: Any) -> None:
-        """Pass on a request to stop, the signal `name`, to all members, and let them agree on the step to stop at. With
-        `change` in `more`, the job then goes on in another membership."""
+        """Pass the signal `name`, a request to stop, on to all members, and begin to agree on the step to stop before.
+        `change=True`: the job then goes on in another membership."""
         self.tell("stop", signal=name, **more)
         if self.running and self._stop is None:
             self._stop = StopAgreement(seat.link for seat in self._chosen)

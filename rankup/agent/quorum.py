@@ -1,9 +1,9 @@
 """Votes of the nodes of an elastic job: if the network is cut, at most one part of the job goes on. Imports no torch.
 
 Each proposal carries a basis, which says who may form the next membership: a majority of its `voters`, or half of them
-(see `claims`), with at least one of the nodes in use, `used`. Without that node's ranks an earlier membership can't run
-elsewhere. `ran`: the nodes that the last committed membership used. All voters, spares included, know a proposal before
-it is committed. A part of the job may not know the newest voters. Therefore the earlier ones, `before`, must agree too:
+(see `claims`). These must include a node in use, one of `used`: without its ranks the last membership can't still run
+elsewhere. `ran`: the nodes that the last committed membership used. All voters, spares included, get a proposal before
+its commit. A part of the job may not know the newest voters, so most of the earlier ones, `before`, are needed too:
 until a proposal is committed, or until most of both groups know that a spare came or left (Raft's joint consensus).
 """
 
@@ -17,26 +17,26 @@ NONE: Basis = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}
 
 
 def age(basis: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return a sort key, larger for newer bases. A proposal is older than any commit after the membership that it
-    follows, whatever its number, because a leader that is cut off may propose again and again with higher numbers."""
+    """Return a sort key that is larger for a newer basis. If a proposal follows membership 3, any commit after 3 is
+    newer, whatever the numbers: a leader that is cut off may propose again and again with higher numbers."""
     follows = (basis.get("before") or [basis])[-1]
     return int(follows["n"]), int(basis["n"]), int(basis["v"])
 
 
 def knowledge(basis: Mapping[str, Any], token: str) -> dict[str, Any]:
-    """Return what an agent that leads or may lead says of itself. `n`: the highest number that it knows. `formed`: the
-    newest membership that it knows to be committed. `running` is False here, and leaders overwrite it."""
+    """Return what an agent that leads or may lead says about itself. `n`: the highest membership that it knows.
+    `formed`: the newest one that it knows to be committed. `running` is False here, and leaders overwrite it."""
     formed = int(age(basis)[0])
     return {"token": token, "n": basis["n"], "formed": formed, "running": False, "job": basis["job"]}
 
 
 def same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two agents may belong to one job. The job of an agent that has just started has no id yet."""
+    """Return whether two agents may belong to one job. An agent that has just started does not know the job's id."""
     return not one["job"] or not other["job"] or bool(one["job"] == other["job"])
 
 
 def electorates(basis: Basis) -> list[dict[str, Any]]:
-    """Return the groups whose majorities are needed: the `voters` of each membership `n` that may be the last."""
+    """Return the groups whose majorities are needed: the `voters` of each membership `n` that may be the newest."""
     return [{"n": basis["n"], "voters": basis["voters"]}, *basis.get("before", [])]
 
 
@@ -54,13 +54,13 @@ def outvoted(basis: Basis, here: Collection[str], *, shared: bool) -> str:
 
 
 def claims(basis: Basis, here: Collection[str]) -> set[int]:
-    """Return the memberships in which the nodes `here` are no majority. To follow these they need a claim in
-    `--shared-dir`, and the first of two halves gets it. Without `--shared-dir`, the half with the leader goes on."""
+    """Return the memberships of which no majority of voters is `here`. There may be two halves, so the nodes must claim
+    each of these in `--shared-dir`, which only one half can. Without `--shared-dir`, the first voter's half goes on."""
     return {each["n"] for each in electorates(basis) if each["voters"] and not _is_majority(here, each["voters"])}
 
 
 def without(basis: Basis, token: str) -> dict[str, Any]:
-    """Return how the basis changes when a node has left: it has no vote any more, and its ranks have ended for good."""
+    """Return how the basis changes when a node has left: its ranks have ended for good, and it loses its vote."""
     newest, *before = (
         {**each, "voters": [one for one in each["voters"] if one != token]} for each in electorates(basis)
     )
@@ -69,8 +69,8 @@ def without(basis: Basis, token: str) -> dict[str, Any]:
 
 
 def recount(basis: Basis, spares: Collection[str], knowing: Collection[str]) -> dict[str, Any]:
-    """Return how the basis changes when new spares get a vote or lost ones lose theirs; {} if nothing changes. Changes
-    come one at a time. `knowing`: the nodes that know the last one."""
+    """Return how the basis changes when new spares get a vote or lost spares lose theirs; {} if nothing changes. The
+    next change waits until majorities know the last one. `knowing`: the nodes that know it."""
     if not all(_is_majority(knowing, each["voters"]) for each in electorates(basis)):
         return {}
     if basis.get("before"):
@@ -85,8 +85,8 @@ def _is_majority(tokens: Collection[str], voters: Collection[str]) -> bool:
 
 
 def describe_change(last: Basis, new: Basis, seats: Iterable[Seat]) -> str:
-    """Describe for the log what membership `new` changes; "" if it has the same nodes. `seats`: the lost members, then
-    those that are here."""
+    """Describe for the log what membership `new` changes; "" if it has the same nodes. `seats`: those of the lost
+    members, then those of the present ones."""
     old, used = {*new["ran"]}, {*new["used"]}
     if old == used:
         return ""

@@ -41,7 +41,7 @@ class RankEnv:
     agent_store: bool = False  # an agent serves the store on master_port, so rank 0 connects like the other ranks
     file: str = ""  # the file in which rank 0 writes its address, in place of master_addr and master_port
     attempt: str = ""  # this attempt's id if an agent gave one; the agent looks for it in status.json
-    start: str = ""  # an id of this start, for containers that the engine restarts by itself
+    start: str = ""  # the id of this launch, which all its attempts share; "" if no agent and no container gave one
 
     @property
     def distributed(self) -> bool:
@@ -67,13 +67,15 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     else:  # a part of the five does not mean a single process: `_checked` names what is missing
         launcher, values = "environment" if given else "python", given
     more = _checked(values) if launcher != "python" else {}
+    more["start"] = environ.get("RANKUP_START", "")  # in containers, which the engine restarts by itself
     if agent := json.loads(environ.get("RANKUP_AGENT", "null")):
         job, restarts = agent["commit"]["job"], agent["commit"]["restarts"]
-        more |= {"agent": agent, "agent_store": True, "restart_count": restarts, "attempt": f"{job}-{restarts}"}
+        more |= {"agent": agent, "agent_store": True, "restart_count": restarts, "attempt": f"{job}-{restarts}",
+                 "start": more["start"] or job}
     elif launcher == "torchrun":
         more["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         more["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RankEnv(launcher=launcher, run_name=_run_name(environ), start=environ.get("RANKUP_START", ""), **more)
+    return RankEnv(launcher=launcher, run_name=_run_name(environ), **more)
 
 
 def _run_name(environ: Mapping[str, str]) -> str | None:

@@ -85,7 +85,7 @@ class Job:
             names = ", ".join(unfixed)
             group.log.info(f"track  a resume changes the last bits of {names}: DDP fixes its order of sums too late")
         for item in items.values():
-            if isinstance(getattr(item, "_orig_mod", item), DistributedDataParallel):  # also in torch.compile
+            if isinstance(getattr(item, "_orig_mod", item), DistributedDataParallel):  # also inside torch.compile
                 self.clock.watch(item)
         sharded = tracked.split and self.settings.sharded
         if sharded and not run.parts.wanted:

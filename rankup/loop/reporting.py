@@ -30,8 +30,8 @@ OVER = -1  # the number of batches of a pass that has ended; its loader's state 
 class LoopState:
     """The position of the loop, newer than the last commit, and what the loop still has to repeat after a resume.
 
-    `streams`, `loaders`: as in `Position`. `begun`: the `Batches` of these loaders. `sources`: by number, the sources
-    of the passes that this attempt has begun. `left`: by number, the loader states in the copy for all other passes.
+    `streams`, `loaders`: as in `Position`. `begun`: the `Batches` of these loaders. `sources`: the sources of the
+    passes that this attempt has begun, by number. `left`: for the copy's other passes, the loaders' states in the copy.
     `running`: the loops over batches or steps that have not ended. `fetched`: batches since the last commit. `weight`:
     the newest batch's. `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds.
     """

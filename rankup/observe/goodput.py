@@ -37,7 +37,7 @@ def read_reports(run_dir: Path) -> list[Report]:
     found = [read_json(path) for path in run_dir.glob("status/*/progress-*.json")]
     whole = [Report(**each) for each in found if each.keys() == names]
     reports = sorted(whole, key=lambda report: report.began)
-    # A script that does not import rankup leaves no run.json: take the run of the newest report
+    # A script that does not import rankup leaves no run.json. Then the newest report tells the run
     newest = reports[-1].run if reports else ""
     run = read_json(run_dir / "run.json").get("run", newest)
     return [report for report in reports if report.run == run]
@@ -168,7 +168,7 @@ class Reporter:
         remaining_s = None
         if done and progress.total is not None:
             remaining_s = round(sum(seconds[kind] for kind in TRAINING) / done * (progress.total - step), 1)
-        # The watchdog's clock starts later than the process, which imported its packages before
+        # The watchdog's clock started later than the process: count the time of its imports too
         seconds["start"] += max(0.0, now - self._began - sum(seconds.values()))
         metrics = {name: value for name, value in (position.line or {}).items() if name.startswith("train/")}
         metrics |= {f"eval/{name}": value for name, value in (position.metrics or {}).items()}

@@ -27,7 +27,7 @@ HEAD = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) (\S+) r\d+ ")
 
 
 class Record(NamedTuple):
-    """A line of a rank. `number`: the line's place among the rank's lines of the same second."""
+    """A line of a rank's log. `number`: the line's place among the lines that the rank wrote in the same second."""
 
     stamp: bytes
     number: int
@@ -163,7 +163,7 @@ class LogReader:
 
 
 def folded(logs: Iterable[Iterator[Record]]) -> Iterator[Sequence[Record]]:
-    """Yield the records of all ranks by time. Equal next lines of several ranks at about the same time are one item."""
+    """Yield all ranks' records by time. Equal lines that several ranks wrote at about the same time are one item."""
     following = {log: record for log in logs if (record := next(log, None))}
     while following:
         first = min(following.values())

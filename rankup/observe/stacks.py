@@ -32,7 +32,7 @@ HEAD = re.compile(r'^# (\{.*"pid".*\})\n', re.MULTILINE)
 class Answer:
     """The newest stack dump of one rank, and how to ask the rank for another one, see `announce_stacks`.
 
-    `text`: the stacks of all threads, "" if none were written. `problem`: why not. `fresh`: it was asked just now.
+    `text`: the stacks of all threads, "" if there are none. `problem`: why not. `fresh`: the rank was asked just now.
     """
 
     path: Path
@@ -152,7 +152,7 @@ def read(path: Path, *, after: int = 0) -> Answer | None:
     try:
         data = path.read_bytes()
         writers = [Answer(path=path, **json.loads(head)) for head in HEAD.findall(data.decode(errors="replace"))]
-        # An attempt that was refused because another one is alive has left its line too
+        # Take the living process: an attempt that was refused because another one is alive has added its line too
         answer = next((writer for writer in reversed(writers) if writer.alive), writers[-1])
         of_this_process = HEAD.split(data[after:].decode(errors="replace"))[-1]
         *_, said, text = ["{}", *LINE.split(of_this_process)]  # faulthandler's handler in C writes no such line

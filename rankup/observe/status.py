@@ -82,7 +82,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     earlier = [report for report in reports if report is not live and not report.finished]
     return {
         "run": run_dir.name, "folder": str(run_dir), "state": state, "attempt": attempt,
-        # Without a lease and a report there are no heartbeats to miss. A run that has ended is not silent either
+        # Without a lease and a report there are no heartbeats to miss, nor after the run has ended
         "silent": any(beats) and last_sign_s > RUN_SILENT_S, "last_sign_s": round(last_sign_s, 1),
         "code": summary.get("code"), "why": summary.get("why", ""), "world_size": summary.get("world_size"),
         "step": newest.step if newest else None, "total_steps": newest.total_steps if newest else None,

@@ -1,7 +1,7 @@
 """Slow ranks: each rank measures its steps, and rank 0 compares the ranks and logs which one keeps the others waiting.
 
-All ranks end a step together, so the duration of a step does not show which rank is slow. What shows it is the time at
-which each rank begins to wait for the others in the exchange of gradients. Backward first computes and then waits. In
+All ranks end a step together, so the duration of a step does not show which rank is slow. The slow rank is the one that
+begins last to wait for the others in the exchange of gradients. A backward pass first computes and then waits. In
 between, when autograd's engine has nothing left to compute, it calls a callback of ours. DDP waits in a callback that
 it adds later. FSDP, Horovod and a batch norm over all ranks also wait elsewhere (in forward, in the optimizer). That
 time counts as computing here. With these, a rank that loads data slowly is found, but one that computes slowly is not.
@@ -45,8 +45,8 @@ class StepClock:
     On a GPU the host only queues work, so the marks are events in the GPU's queue, and nothing waits for the events. A
     process without other ranks is not compared: it has no callbacks and no events.
 
-    `link`: the connection through which two ranks of one host exchange gradients during backward. Its `waited_s` is the
-    time for which this rank has waited there so far.
+    `link`: what replaces torch's exchange of gradients, or None. Its `waited_s`: the seconds that this rank has waited
+    there for other ranks so far.
     """
 
     def __init__(self, device: torch.device, *, world_size: int) -> None:
@@ -105,7 +105,7 @@ class StepClock:
             module.register_forward_hook(after_forward)
 
     def end_of_backward(self) -> None:
-        """Note that all backward passes of the step are over. The time since the last one's computing was a wait."""
+        """Note that the step's backward passes are over. After the last one had computed, this rank only waited."""
         self.mark(WAITING if self._backward_seen else COMPUTE)
         self._backward_seen = False
 

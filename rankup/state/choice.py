@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.ends import job_of
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
@@ -132,10 +131,6 @@ def put_aside_others(folder: Path, run: str) -> None:
 
 
 def of_this_job(other: Lineage, group: Group) -> bool:
-    """Return whether this launch began the run `other`. The attempts of one `rankup launch` have ids of one job. If
-    containers are restarted (compose, pods), `start` identifies the launch. Other launchers only tell of restarts."""
-    if group.launch.start:
-        return other.start == group.launch.start
-    if not group.restarted or group.launch.agent is None:
-        return group.restarted
-    return job_of(other.begun_by) == job_of(group.attempt)
+    """Return whether this launch began the run `other`. Launchers without agents give a launch no id, and only tell of
+    restarts."""
+    return other.start == group.launch.start if group.launch.start else group.restarted

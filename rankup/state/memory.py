@@ -121,7 +121,7 @@ def write_rescue(run: str, step: int, attempt: str, make_files: Callable[[], Map
         held = [read_json(path / STATE) for path in list_held() if path.parent.name == run and step_of(path) >= step]
         if not any(record.get("attempt") == attempt for record in held):
             files = make_files()
-            # Twice the size must be free, because the ranks' own buffers are in shared memory too
+            # Twice the size must be free, because DataLoader workers and NCCL need shared memory too
             in_memory(save, 2 * sum(map(len, files.values())))
     finally:
         os.close(folder)

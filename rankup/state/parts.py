@@ -148,7 +148,7 @@ class Parts:
         for rank, part in received.items():
             if part is not None:
                 _keep(self._folders[rank], *part)
-        # With a GPU the thread has a CPU core of its own, but the next part must not have to wait for the thread
+        # With a GPU the thread's work does not slow down the training, but the next part must not wait for the thread
         beside = max(copying_s, 2 * SHARE * (time.perf_counter() - began_s))
         self._beside_s = time.thread_time() - used_s if self.group.device.type == "cpu" else beside
 

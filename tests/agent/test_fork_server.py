@@ -389,7 +389,7 @@ def test_store_is_served_until_the_next_one_replaces_it(rig: Rig, tmp_path: Path
     assert second != first
     rig.until(lambda: not reachable(first))
     user = rig.ran([script(tmp_path, store_user(second))])
-    assert user.out == rig.ran([script(tmp_path, store_user(rig.store()))]).out, "not empty"
+    assert user.out == rig.ran([script(tmp_path, store_user(rig.store()))]).out, "the new store is not empty"
     assert len(os.listdir(f"/proc/{rig.server.pid}/task")) == 1
 
 

@@ -63,7 +63,7 @@ def test_each_half_must_claim_the_next_membership_in_a_shared_folder(here: tuple
     assert outvoted(basis(4, 4), half, shared=True) == ""
     assert claims(basis(4, 4), half) == {7}
     assert not claims(basis(4, 4), [*half, f"token{3 - here[0]}"])
-    assert not claims(NONE, half), "the first job there would be the last one"
+    assert not claims(NONE, half), "a first job must not claim anything, or no other could follow"
     assert outvoted(basis(4, 4), half[:1], shared=True)
 
 
@@ -805,7 +805,7 @@ async def test_time_to_join_starts_again_after_a_loss():
 
 
 @asynchronous
-async def test_ready_members_wait_only_for_the_leaders_preparation_limit():
+async def test_preparation_by_the_leader_has_a_limit_of_its_own():
     """The time to join covers waiting for other nodes. Preparing ranks has a limit of its own."""
     async with room(member(0, left_s=5.0)) as here:
         asked = asyncio.Event()

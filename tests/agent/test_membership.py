@@ -126,7 +126,7 @@ def test_next_node_leads_after_node_0_and_a_new_node_0_founds_no_second_job(tmp_
         second = nodes.attempt(2, after=first)
         right, nodes.words = nodes.words, (*nodes.words, "--other")
         nodes.add(0)
-        assert job.processes[3].wait(100) == 2, "it has other arguments"
+        assert job.processes[3].wait(100) == 2, "a node with other arguments was let in"
         nodes.words = right
         nodes.add(0)
         nodes.attempt(3, after=second)
@@ -214,7 +214,7 @@ def test_node_whose_ranks_keep_failing_is_left_out(bad: int, tmp_path: Path) -> 
         nodes.attempt(2)
         assert job.processes[bad].wait(100) == 172
         if bad:
-            wait_for("a status that says it", lambda: '"left out"' in nodes.shown(0))
+            wait_for("a status with a node left out", lambda: '"left out"' in nodes.shown(0))
         nodes.go()
         assert job.wait() == [172 * (node == bad) for node in range(3)], job.output
     assert len([*(tmp_path / "shared").glob("*-0-of-3")]) == 2, job.output
@@ -293,14 +293,14 @@ def test_one_of_two_cut_apart_nodes_continues_once_the_object_store_answers(net:
         def alone() -> list[Path]:
             return [*(tmp_path / "shared").glob("*-of-1")]
 
-        wait_for("two tries of both", lambda: min(tries(deaf), tries(overloaded)) > 1 or alone())
-        assert not alone(), "one goes on, and the store has not answered"
+        wait_for("two attempts of both nodes to claim", lambda: min(tries(deaf), tries(overloaded)) > 1 or alone())
+        assert not alone(), "a node continued although the store has not answered"
         before = tries(deaf), tries(overloaded)
         answers.set()
         second = nodes.attempt(1, after=first)
         other = 1 - nodes.of_rank(0, second)
-        wait_for("two tries of the other one", lambda: tries((deaf, overloaded)[other]) > before[other] + 1)
-        assert sorted(nodes.ranks(node) for node in (0, 1)) == [0, 1], "not one goes on"
+        wait_for("two attempts of the other node", lambda: tries((deaf, overloaded)[other]) > before[other] + 1)
+        assert sorted(nodes.ranks(node) for node in (0, 1)) == [0, 1], "not exactly one node continues"
         net.mend(1)
         nodes.attempt(2, after=second)
         nodes.go()

@@ -240,11 +240,11 @@ def test_stranger_ends_no_attempt_before_or_in_a_membership(tmp_path: Path, secr
                 break
         stranger = Stranger(port, recorded)
         with stranger.talking():
-            wait_for("a stranger that has said all", lambda: stranger.rounds >= 5)
+            wait_for("five rounds of the stranger", lambda: stranger.rounds >= 5)
             add_node(job, folders[1], text, node=1, num_nodes=2, port=port, env=env)
             wait_for("a membership", lambda: (folders[1] / "here-1-0").exists())
             said = stranger.rounds
-            wait_for("a stranger that has said all again", lambda: stranger.rounds >= said + 20)
+            wait_for("twenty more rounds of the stranger", lambda: stranger.rounds >= said + 20)
             for folder in folders:
                 (folder / "go").touch()
             assert job.wait() == [0, 0], job.output
@@ -276,12 +276,12 @@ def test_stranger_ends_nothing_while_nodes_come_and_go(tmp_path: Path, secret_fi
             strangers[node] = Stranger(port, record(port))
         for stranger in strangers.values():
             stack.enter_context(stranger.talking())
-        wait_for("strangers that have said all", lambda: all(each.rounds >= 2 for each in strangers.values()))
+        wait_for("two rounds of all strangers", lambda: all(each.rounds >= 2 for each in strangers.values()))
         wait_for("a spare", lambda: nodes.shown(0).count('"spare"'))
         nodes.kill(lost)
         second = nodes.attempt(2, after=first)
         said = {node: each.rounds for node, each in strangers.items()}
-        wait_for("strangers that go on", lambda: all(each.rounds > said[node] + 2 for node, each in strangers.items()))
+        wait_for("further rounds of all", lambda: all(each.rounds > said[node] + 2 for node, each in strangers.items()))
         nodes.go()
         assert job.wait() == [-9 * (node == lost) for node in range(3)], job.output
     assert "this node is a spare" in job.outputs[3 - lost - other]

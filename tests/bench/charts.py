@@ -1,6 +1,6 @@
 """Draw the README's tables of recovery and of the race: tests/bench/recovery.svg and tests/bench/race.svg.
 
-    python tests/bench/charts.py      # after new figures from recovery.py or race.py stand in README.md
+    python tests/bench/charts.py      # after README.md has new figures from recovery.py or race.py
 """
 
 import re
@@ -11,18 +11,18 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 WIDTH, LINE, NAMES, NUMBERS = 480, 22, 200, 56  # pixels
 
-Bar = tuple[str, float, str]  # its name, its length, and the number beside it. A name that begins with ~ is drawn grey
+Bar = tuple[str, float, str]  # name, length, and the number beside the bar. A name that begins with ~ gives a grey bar
 
 
 def cells(readme: str, title: str) -> list[list[str]]:
-    """The rows of the table whose head has this cell, the head among them, without the line below it."""
+    """Return the table whose header has the cell `title`: the header and the rows, without the line between them."""
     (table,) = re.findall(rf"(?m)^\|.*\| {title} \|.*\n(?:\|.*\n)+", readme)
     rows = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return [rows[0], *rows[2:]]
 
 
 def draw(title: str, bars: Sequence[Bar]) -> str:
-    """Bars with their names and numbers, for light and dark pages."""
+    """Return an SVG of bars with their names and numbers, for light and dark pages."""
     longest = max(length for _, length, _ in bars)
     parts = []
     for number, (name, length, text) in enumerate(bars, 1):
@@ -43,7 +43,7 @@ def draw(title: str, bars: Sequence[Bar]) -> str:
 
 
 def charts(readme: str) -> dict[str, str]:
-    """File names and pictures."""
+    """Return the pictures by file name."""
     head, *rows = cells(readme, "rank 0")
     seconds = next(row for row in rows if row[0] == "two containers")
     lost = [(what if what != "the whole job, cold" else f"~{what}", float(took), took)

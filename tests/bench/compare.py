@@ -1,10 +1,10 @@
-"""Methods and launchers side by side: the same training with each, in turns; a table and a chart.
+"""Compare methods and launchers: run the same training with each of them, and write a table and a chart.
 
     make compare ARGS="--only none,ddp,fsdp --repeats 3 --dataset digits --batch-size 512"
 
-Words that are not options of this file are settings of `train`. The repeats are the outer loop, so that a busy minute
-slows all variants alike. Writes compare.json, compare.md and compare.svg into --output. A variant that cannot run here
-is listed with the reason.
+Arguments that are not options of this file are settings of `train`. The variants take turns in each repeat, so that a
+busy minute slows all of them. The files compare.json, compare.md and compare.svg are written to --output. A variant
+that cannot run here is listed with the reason.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from tests.bench.machine import conditions, markdown_table, step_ends
 from tests.rigs.jobs import MAIN, ROOT, environment, free_port
 
 OPTIONS = ("--nproc-per-node", "{nproc}", "--master-port", "{port}")
-# Each stands before the program's file
+# The words before the program's file
 LAUNCHERS = {
     "python": (sys.executable,),
     "launch": (sys.executable, "-m", "rankup", "launch", "--max-restarts", "0", "--nproc", "{nproc}"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", *OPTIONS),
     "torch-launch": (sys.executable, "-m", "torch.distributed.launch", *OPTIONS),
-    # Each process may use all CPUs, as with the other launchers. mpirun refuses root unless it is told
+    # Each process may use all CPUs, as with the other launchers. mpirun needs an option to run as root
     "mpirun": ("mpirun", "-np", "{nproc}", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root",
                sys.executable),
 }
-VARIANTS = {  # its settings, and who starts it
+VARIANTS = {  # name: settings, launcher
     "none": ("--parallel none", "python"),
     "dp": ("--parallel dp", "python"),
     "ddp": ("--parallel ddp", "launch"),
@@ -51,9 +51,9 @@ VARIANTS = {  # its settings, and who starts it
 
 
 def obstacle(variant: str) -> str:
-    """Why this variant cannot run on this machine; "" if it can."""
+    """Return why this variant cannot run on this machine, or ""."""
     if variant == "dp" and torch.cuda.device_count() < 2:
-        return f"DataParallel divides a batch over two GPUs or more, here are {torch.cuda.device_count()}."
+        return f"DataParallel needs two GPUs or more, this machine has {torch.cuda.device_count()}."
     if variant == "ddp-mpirun" and shutil.which("mpirun") is None:
         return "No mpirun of Open MPI. On Debian and Ubuntu: sudo apt install openmpi-bin"
     if variant == "horovod" and importlib.util.find_spec("horovod") is None:
@@ -62,7 +62,7 @@ def obstacle(variant: str) -> str:
 
 
 def train(name: str, run: Path, settings: list[str], *, processes: int, steps: int) -> dict[str, Any]:
-    """What one training measured, or {"reason": why it failed}."""
+    """Run one training. Return its figures, or {"reason": why it failed}."""
     (fixed, launcher), log = VARIANTS[name], run.with_suffix(".log")
     values = {"{nproc}": str(processes), "{port}": str(free_port())}
     command = [values.get(word, word) for word in LAUNCHERS[launcher]]
@@ -88,7 +88,7 @@ def train(name: str, run: Path, settings: list[str], *, processes: int, steps: i
 
 
 def sum_up(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each variant: medians over its runs, and of its steps over the steps of all its runs."""
+    """Return medians for each variant: of its runs, and of the steps of all its runs."""
     rows: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(run["variant"] for run in runs if "reason" not in run):
         own = [run for run in runs if run["variant"] == name and "reason" not in run]
@@ -105,7 +105,7 @@ def sum_up(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def report(outcome: dict[str, Any], output: Path) -> str:
-    """Write the three files. Returns the table."""
+    """Write the three files. Return the table."""
     rows, unit = outcome["variants"], outcome["unit"]
     header = ("variant", f"{unit}/s", "step, median", "step, p95", "peak memory a process", "accuracy",
               "of one process")
@@ -115,7 +115,7 @@ def report(outcome: dict[str, Any], output: Path) -> str:
          f"{row['relative']:.2f}" if row["relative"] else "")
         for name, row in rows.items()
     ]
-    missing = [f"- {name}: not here. {why}" for name, why in outcome["missing"].items()]
+    missing = [f"- {name} was not run: {why}" for name, why in outcome["missing"].items()]
     text = "\n".join([*markdown_table(header, cells), "", *missing, f"- {outcome['conditions']}", ""])
     (output / "compare.json").write_text(json.dumps(outcome, indent=1))
     (output / "compare.md").write_text(text)
@@ -127,10 +127,10 @@ def report(outcome: dict[str, Any], output: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(VARIANTS), help="some of these variants (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="of each variant that takes several (%(default)s)")
+    parser.add_argument("--only", default=",".join(VARIANTS), help="variants to run (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="of each variant except none and dp (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each variant (%(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="of each run (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run (%(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "compare")
     given, settings = parser.parse_known_args()
     chosen = given.only.split(",")

@@ -1,15 +1,15 @@
-"""What does a change of the nodes cost a job: under `launch`, with a spare and without, and under torchrun?
+"""Measure what a lost or returning node costs a job: under `launch`, with and without a spare, and under torchrun.
 
     python tests/bench/elastic.py [--repeats 10]
     python tests/bench/elastic.py --light 64
 
-Three nodes of one process each, all on this machine. Each repeat starts a job of each kind, by turns, and does to it
-what the table says. A node is killed with its ranks, which the others see at once, or stopped (SIGSTOP), which they see
-by its silence. The time is from there to the end of the next step. A node that comes back costs a pause: the time
-between two steps. Torchrun's node 0 holds the store, without which its job ends.
+Three nodes of one process each run on this machine. Each repeat starts each kind of job, and causes the events that the
+table lists. A node is either killed with its ranks, which the others notice at once, or stopped (SIGSTOP), which they
+notice by its silence. The time is from the event to the end of the next step. For a node that comes back it is the
+pause between two steps. torchrun's node 0 is never killed: it holds the store, without which its job ends.
 
-`--light`: so many agents of one job, whose ranks are a script that sleeps. The time is until the last rank of the next
-membership has started. Rounds of changes follow each other for two minutes at most. Nothing is asserted.
+`--light AGENTS` starts this many agents, whose ranks only sleep. The time is until the last rank of the next membership
+has started. No new round of events begins after two minutes. Nothing is asserted.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tests.rigs.containers import wait_for
 from tests.rigs.jobs import MAIN, ended, lives, start
 
 NODES = 3
-recovery.PATIENCE_S = 150  # a node that comes imports torch first; torchrun does not always go on
+recovery.PATIENCE_S = 150  # a new node imports torch first; torchrun sometimes never continues
 TASK = [str(MAIN), "train", "--dataset", "digits", "--model", "mlp", *SETTINGS]
 SILENT_S, WAIT_S = 3, 1
 LAUNCH = ["-m", "rankup", "launch", "--node-rank={node}", "--master-addr=127.0.0.1", "--master-port={port}",
@@ -49,12 +49,12 @@ TORCHRUN = [
     "--rdzv-endpoint=127.0.0.1:{port}", "--max-restarts=1000",
 ]
 SEPARATE_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-BUDGET_S = 120.0  # no further round begins after it
-Costs = Iterator[tuple[str, dict[str, float]]]  # what kind of job, and the seconds of what happens to it
+BUDGET_S = 120.0  # no further round begins after this time
+Costs = Iterator[tuple[str, dict[str, float]]]  # kind of job, and the seconds that each event took
 
 
 class Job(Nodes):
-    """The nodes of a job that trains, under `launch` or torchrun. `options`: after those of a node."""
+    """The nodes of a training job under `launch` or torchrun. `options`: more options for each node."""
 
     def __init__(self, folder: Path, *options: str, torchrun: bool) -> None:
         super().__init__(folder, "")
@@ -66,8 +66,8 @@ class Job(Nodes):
         self.agents[node] = psutil.Process(self.job.processes[-1].pid)
 
     def rested(self) -> None:
-        """Wait until all nodes take part and the processes that fork the ranks have imported torch: what is measured is
-        no start, and a node that is not known yet has no vote."""
+        """Wait until all nodes take part, and thus have a vote, and all fork servers have imported torch. Otherwise the
+        times would include a start."""
         wait_for("all nodes", lambda: self.torchrun or len(nodes_of(self.run, "in use", "spare")) == NODES)
         before_s, now_s = -1.0, 0.0
         while now_s > before_s + 0.05 and not self.torchrun:
@@ -77,12 +77,12 @@ class Job(Nodes):
             before_s, now_s = now_s, sum(sum(server.cpu_times()[:2]) for server in servers)
 
     def another(self) -> int:
-        """A node in use that is not node 0. Which one is the spare at first is chance."""
+        """Return a node in use that is not node 0. Chance decides which node is the spare at first."""
         return NODES - 1 if self.torchrun else max(nodes_of(self.run, "in use"))
 
 
 def nodes_of(run: Path, *states: str) -> list[int]:
-    """The nodes in these states, as the newest report of the run has them."""
+    """Return the nodes that have one of these states in the newest report of the run."""
     newest = max(run.glob("status/*/progress-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
     nodes = json.loads(newest.read_text())["nodes"] if newest else []
     return [node["node"] for node in nodes if node["state"] in states]
@@ -95,7 +95,7 @@ def to_next_step(job: Job, act: Callable[[], Any]) -> float:
 
 
 def pause(job: Job, node: int) -> float:
-    """Of the training, as that node comes back."""
+    """Start the node again. Return the longest pause between two steps."""
     fault = Fault(job.run)
     job.add(node)
     fault.cost()
@@ -146,7 +146,7 @@ class Light:
         self.all_used = count - 1
 
     def next(self, world_size: int) -> float:
-        """Wait until so many ranks of a newer attempt have started. Returns when the last one did."""
+        """Wait until `world_size` ranks of a newer attempt have started. Return when the last one started."""
         self.attempt = self.nodes.attempt(world_size, after=self.attempt)
         files = [self.shared / f"{self.attempt}-{rank}-of-{world_size}" for rank in range(world_size)]
         self.pids = [int(path.read_text().split()[1]) for path in files]
@@ -159,14 +159,14 @@ class Light:
         return self.next(self.all_used) - began_s
 
     def spare(self, node: int) -> None:
-        """Have that node come as a spare, and wait until it has a vote."""
+        """Start this node as a spare, and wait until it has a vote."""
         self.nodes.add(node)
         leads = self.nodes.folder / f"runs{self.nodes.of_rank(0, self.attempt)}" / "job"
         wait_for("a spare", lambda: nodes_of(leads, "spare"))
         time.sleep(3)
 
     def killed(self, rank: int, left: int) -> tuple[int, float]:
-        """Kill the node of that rank. Returns it, and the seconds until so many ranks have started."""
+        """Kill the node of this rank. Return the node, and the seconds until `left` ranks have started."""
         lost, began_s = self.nodes.of_rank(rank, self.attempt), time.time()
         self.nodes.kill(lost)
         took_s = self.next(left) - began_s
@@ -191,7 +191,7 @@ class Light:
 
 
 def light(count: int, repeats: int) -> Costs:
-    """Of each round of changes, and first of the start."""
+    """Yield the costs of the start, then those of each round of events."""
     kind = f"{count} light agents"
     with tempfile.TemporaryDirectory() as folder:
         made, began_s = Light(count, Path(folder)), time.time()
@@ -205,7 +205,7 @@ def light(count: int, repeats: int) -> Costs:
 
 
 def trained(repeats: int) -> Costs:
-    """Of each kind of job, by turns."""
+    """Yield the costs of each kind of job. The kinds take turns."""
     for _, (kind, options) in itertools.product(range(repeats), KINDS.items()):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             job = Job(Path(folder), *options, torchrun=kind == "torchrun")

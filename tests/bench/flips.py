@@ -1,9 +1,9 @@
-"""How many flipped bits are found, who is named, and how many healthy runs hear a false word: rankup/corruption.md.
+"""Count found bit flips, correctly named ranks, and false alarms of healthy runs. rankup/corruption.md has the results.
 
-`python -m tests.bench.flips --runs 100 --log flips.jsonl` does so many runs of tests/job/corrupt_script.py with one
-random bit of one random rank flipped at a random step, and as many healthy ones between. It goes on where its log ends.
-`--kinds before shard` flips what no comparison sees. `--kinds product product-fsdp --rate 0.1` breaks a rank for good:
-in that fraction of its passes one bit of one product is wrong. Then every fifth step is computed by all ranks.
+`python -m tests.bench.flips --runs 100 --log flips.jsonl` runs tests/job/corrupt_script.py 100 times with one random
+bit of one random rank flipped at a random step, and 100 times without, in turns. It resumes where its log ends.
+`--kinds before shard` flips bits that no comparison sees. `--kinds product product-fsdp --rate 0.1` breaks a rank for
+good: this fraction of its forward passes has one wrong bit in a product, and all ranks recompute every fifth step.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RECOMPUTE, STEPS = 5, 40
 
 
 def run(forks: Forks, dice: random.Random, number: int, kinds: list[str], rate: float) -> dict[str, object]:
-    """One flip and what came of it; each second one is a healthy run."""
+    """Run the script once. Return what was flipped and what was found. Every second run is healthy."""
     ranks, kind = (2, 3)[number // 2 % 2], kinds[number // 4 % len(kinds)]
     rank, step, bit = dice.randrange(ranks), dice.randrange(2, 38), dice.randrange(32)
     lasts, split = kind.startswith("product"), kind in ("shard", "product-fsdp")
@@ -51,15 +51,15 @@ def verdict(row: dict[str, object], undisturbed: dict[str, str]) -> str:
     ranks, found = row["ranks"], row["found"]
     same = row["digest"] == undisturbed.get(row["group"]) and row["codes"] == [0]
     if row["kind"] == "none":
-        return "healthy" if same and not row["words"] and not found else "a false word"
+        return "healthy" if same and not row["words"] and not found else "a false alarm"
     if recomputed := row["recomputed"]:
         return "found, named" if recomputed[1] == [str(row["rank"])] else f"found, named {recomputed[1]}: {row}"
     if not found:
-        return "no trace: the same weights in the end" if same else "not found"
+        return "no trace, and the same weights at the end" if same else "not found"
     right = [row["rank"]] if ranks > 2 else [0, 1]
     steps = found[0][0]
     if len(found) == 1 and 0 < steps <= 6 and found[0][1] == right and same:
-        return "found in 1 to 6 steps, the right rank named, the same weights in the end"
+        return "found in 1 to 6 steps, the right rank named, the same weights at the end"
     return f"found, but: {row}"
 
 

@@ -1,12 +1,12 @@
-"""How the time to join grows with the number of ranks.
+"""Measure how the time to join grows with the number of ranks.
 
-Starts light ranks on this machine: threads of a few processes, each a member of one meeting. They join through the
+The ranks are threads of a few processes on this machine. Each thread is a member of one meeting, and joins through the
 program's own functions.
 
     python tests/bench/joining.py 2 64 256 1024
 
-Prints, for each size, the seconds until the last rank has met the others, its route to the next one tried. Each size
-may take 300 s at most. Everything stays on loopback.
+For each size this prints the seconds until the last rank has joined, including the test of its route to the next rank.
+Each size may take 300 s at most. All traffic stays on loopback.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: it prints a thousand lines about addresses without names
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch is imported: it prints 1,000 lines about names of addresses
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rankup.agent.record import Record
 from rankup.env.rank_env import read_rank_env
-from rankup.group import joining  # torch, once for all
+from rankup.group import joining  # imports torch once, before the forks
 from tests.rigs.jobs import free_port, rank_env
 
 THREADS = 64  # ranks of one process
@@ -38,8 +38,8 @@ QUIET.disabled = True
 
 
 def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[int, float, str]]") -> None:
-    """Join as each of `ranks`, and put (rank, met at, error) in the queue. All processes share the clock."""
-    from rankup.group import member  # noqa: F401  each process imports it, as a rank does
+    """Join as each of `ranks`, and put (rank, time, error) in the queue. The clock is the same in all processes."""
+    from rankup.group import member  # noqa: F401  every process imports this, like a rank
 
     def one(rank: int) -> None:
         watch: Any = mock.Mock()
@@ -51,7 +51,7 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
                 ends.put((rank, time.monotonic(), ""))
             except Exception as error:
                 ends.put((rank, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))
-            time.sleep(TIMEOUT_S)  # whoever goes is lost, and all others with it
+            time.sleep(TIMEOUT_S)  # a member that leaves would end the others as well
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
@@ -61,7 +61,7 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
 
 
 def measure(world_size: int) -> tuple[float, list[str]]:
-    """Seconds until the last rank has met the others, and what failed."""
+    """Return the seconds until the last rank has joined, and the errors."""
     port = free_port()
     context = multiprocessing.get_context("fork")
     ends: SimpleQueue[tuple[int, float, str]] = context.SimpleQueue()
@@ -82,7 +82,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("sizes", nargs="*", type=int)
     sizes = parser.parse_args().sizes or [2, 16, 64, 256, 1024, 4096]
-    # Every light rank has several connections, and all those of 64 ranks are open in one process
+    # Each rank has several connections, and a process holds those of 64 ranks
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     print("| ranks | all have met |\n|---|---|")

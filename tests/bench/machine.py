@@ -1,4 +1,4 @@
-"""What the benchmarks share: a command and its end, when steps ended, the machine and the versions, Markdown."""
+"""Helpers of the benchmarks: run a command, read when steps ended, name the machine and versions, write Markdown."""
 
 import datetime
 import json
@@ -15,7 +15,7 @@ from tests.rigs.jobs import ROOT, environment
 
 
 def run(*command: str | Path | float, env: Mapping[str, str] | None = None) -> tuple[str, float]:
-    """A command's output, and the seconds that it took. Ends this program if it fails."""
+    """Run a command. Return its output and the seconds that it took. Exit if the command fails."""
     began_s = time.perf_counter()
     ended = subprocess.run(
         [str(word) for word in command], cwd=ROOT, env=environment({"PYTHONWARNINGS": "ignore", **(env or {})}),
@@ -27,8 +27,8 @@ def run(*command: str | Path | float, env: Mapping[str, str] | None = None) -> t
 
 
 def step_ends(run: Path, newest_bytes: int = 0) -> dict[int, float]:
-    """When each step ended that the run's metrics have a line of, as time.time() gives it. `newest_bytes`: of those in
-    the last bytes of the file alone."""
+    """Return the end of each step that has a line in the run's metrics, as time.time(). `newest_bytes`: unless 0,
+    read only this many bytes at the end of the file."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return {}
@@ -41,7 +41,7 @@ def step_ends(run: Path, newest_bytes: int = 0) -> dict[int, float]:
 
 
 def cpu_model() -> str:
-    """The CPU's name, such as "Intel(R) Xeon(R) Processor @ 2.50GHz"; at least its architecture."""
+    """Return the CPU's name, such as "Intel(R) Xeon(R) Processor @ 2.50GHz", or at least its architecture."""
     path = Path("/proc/cpuinfo")  # Linux only; platform.processor() is empty there
     for line in path.read_text().splitlines() if path.exists() else []:
         if line.startswith("model name"):
@@ -50,7 +50,7 @@ def cpu_model() -> str:
 
 
 def conditions() -> str:
-    """What figures must not be read without, in one line."""
+    """Return in one line the conditions that belong to all figures."""
     return (
         f"{os.cpu_count()} CPUs of {cpu_model()}, load {os.getloadavg()[0]:.1f}, torch {version('torch')}, Python "
         f"{platform.python_version()}, {datetime.date.today()}"
@@ -58,5 +58,5 @@ def conditions() -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table with these columns."""
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]

@@ -1,14 +1,14 @@
-"""A race: rankup beside what users would pick instead, on this machine. Images/s, and the accuracy that they lead to.
+"""A race on this machine between rankup and what users would take instead: images/s, and the accuracy that is reached.
 
     make race     (or: python tests/bench/race.py --repeats 5 --processes 1 2 --precision fp32 bf16)
 
-All entrants train the same model from the same weights, on the same batches in the same order, with the same SGD, one
-thread a process: `racers/shared.py`. Each is a short script in `racers/`, and its docstring says what was done for its
-speed. rankup runs by its own command line, with its defaults.
-The speed is that from the end of step --warm-up to the end of the last step, on rank 0's clock. The time of the whole
-command has start, imports and one evaluation in it, and rankup's checkpoint. The entrants take turns, in an order that
-changes with each repeat, so that a machine that is busy for a while slows all of them; ratios are of the same repeat.
-Prints tables, and writes them to --output with all reporting. Nothing is asserted here.
+All entrants train the same model from the same weights, on the same batches in the same order, with the same SGD and
+one thread per process (`racers/shared.py`). Each entrant is a short script in `racers/`, whose docstring says how it
+was made fast. rankup runs through its own command line, with its defaults. The speed is measured from the end of step
+--warm-up to the end of the last step, on rank 0's clock. The time of the whole command includes the start, imports, one
+evaluation, and rankup's checkpoint. The entrants take turns, in an order that changes with each repeat, so that a busy
+period slows all of them. Ratios compare times of the same repeat. The tables are printed and written to --output.
+Nothing is asserted here.
 """
 
 import argparse
@@ -43,8 +43,8 @@ Lap = dict[str, Any]  # entrant, precision, processes, repeat, images_per_s, acc
 
 @dataclass(frozen=True)
 class Entrant:
-    """One that races. `about`: what was done for its speed. `script`: in racers/; empty: rankup's own command line.
-    `package`: what it needs beside torch."""
+    """A participant of the race. `about`: how it was made fast. `script`: a module in racers/, or "" for rankup's own
+    command line. `package`: a package that it needs besides torch."""
 
     name: str
     about: str
@@ -67,7 +67,7 @@ ENTRANTS = (
 
 
 def run_script(entrant: Entrant, task: Task, processes: int) -> tuple[dict[str, float], float]:
-    """What a script in racers/ found (see `shared.finish`), and the seconds of the whole command."""
+    """Run a script of racers/. Return its result (see `shared.finish`), and the seconds of the whole command."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes] if processes > 1 else []
     settings = json.dumps(asdict(replace(task, variant=entrant.variant)))
     line = [sys.executable, *torchrun, "-m", f"tests.bench.racers.{entrant.script}", settings]
@@ -76,19 +76,19 @@ def run_script(entrant: Entrant, task: Task, processes: int) -> tuple[dict[str, 
 
 
 def run_rankup(task: Task, processes: int) -> tuple[dict[str, float], float]:
-    """As `run_script`, for rankup's command line."""
+    """Do the same as `run_script` for rankup's command line."""
     runs = Path(task.result).parent
     flags = [
         "--workload", "tests.bench.racers.shared:build", "--options.data", task.data, "--batch-size", task.batch_size,
         "--max-steps", task.steps, "--log-every-steps", task.warm_up, "--lr", shared.LR, "--momentum", shared.MOMENTUM,
         "--weight-decay", 0, "--schedule", "constant", "--precision", task.precision, "--device", "cpu",
         "--run-dir", runs, "--name", "race", "--fresh",
-        # Nobody else evaluates or saves on the way
+        # No other entrant evaluates or saves during the training
         "--evaluate-every-epochs", 1_000_000, "--save-every-steps", task.steps,
     ]
     several = ["launch", "--nproc", processes, "--max-restarts", 0, MAIN] if processes > 1 else []
     _, seconds = machine.run(sys.executable, MAIN, *several, "train", *flags)
-    # A line is made at the same place of each step: the time between two is that of the steps between them
+    # Metrics are written at the same point of each step, so the time between two lines is that of the steps between
     ended_s = machine.step_ends(runs / "race")
     speed = (task.steps - task.warm_up) * task.batch_size / (ended_s[task.steps] - ended_s[task.warm_up])
     metrics = json.loads((runs / "race/result.json").read_text())["metrics"]
@@ -96,7 +96,7 @@ def run_rankup(task: Task, processes: int) -> tuple[dict[str, float], float]:
 
 
 def lap(entrant: Entrant, task: Task, processes: int, repeat: int) -> Lap:
-    """One training of one entrant."""
+    """Run one training of one entrant."""
     load = os.getloadavg()[0]
     found, seconds = run_script(entrant, task, processes) if entrant.script else run_rankup(task, processes)
     print(
@@ -108,7 +108,7 @@ def lap(entrant: Entrant, task: Task, processes: int, repeat: int) -> Lap:
 
 
 def race(options: argparse.Namespace, task: Task, entrants: Sequence[Entrant]) -> list[Lap]:
-    """All laps, one after the other."""
+    """Run all laps, one after the other."""
     laps = []
     for precision in options.precision:
         own = replace(task, precision=precision)
@@ -120,12 +120,12 @@ def race(options: argparse.Namespace, task: Task, entrants: Sequence[Entrant]) -
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """The median, and the range in brackets: `form` is one value's format."""
+    """Return the median, with the range in brackets. `form`: the format of a value."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def ratio(laps: Sequence[Lap], winner: str, other: str) -> float | None:
-    """The median, over the repeats, of how many times as fast `winner` was; None if one of the two did not race."""
+    """Return the median, over the repeats, of `winner`'s speed divided by `other`'s, or None if one did not race."""
     speeds = {(each["entrant"], each["repeat"]): each["images_per_s"] for each in laps}
     both = [repeat for name, repeat in speeds if name == other and (winner, repeat) in speeds]
     found = [speeds[winner, repeat] / speeds[other, repeat] for repeat in both]
@@ -133,7 +133,7 @@ def ratio(laps: Sequence[Lap], winner: str, other: str) -> float | None:
 
 
 def table(laps: Sequence[Lap], precision: str) -> list[str]:
-    """Markdown of one precision. The ratios are those at the largest number of processes."""
+    """Return the Markdown table of one precision. The ratios are those of the largest number of processes."""
     own = [each for each in laps if each["precision"] == precision]
     worlds = sorted({each["processes"] for each in own})
     most, rows = [each for each in own if each["processes"] == worlds[-1]], []
@@ -152,12 +152,12 @@ def table(laps: Sequence[Lap], precision: str) -> list[str]:
     header = [precision, *titles, f"rankup is faster{at}", "accuracy, %", f"command{at}, s"]
     lines = machine.markdown_table(header, rows)
     if found := ratio(most, WITH_LINES, BY_HAND):
-        lines += ["", f"The lines of a job in the loop tuned by hand: {found:.3f} of its speed."]
+        lines += ["", f"With the lines of a job, the loop tuned by hand has {found:.3f} of its speed."]
     return lines
 
 
 def conditions(options: argparse.Namespace, laps: Sequence[Lap]) -> str:
-    """What the figures must not be read without."""
+    """Return the conditions that belong to the figures."""
     packages = ["torchvision", *(each.package for each in ENTRANTS if each.package)]
     versions = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name))
     loads, raced = [each["load"] for each in laps], {each["entrant"] for each in laps}
@@ -172,7 +172,7 @@ def conditions(options: argparse.Namespace, laps: Sequence[Lap]) -> str:
 
 
 def prepare_data(folder: Path, *, random: bool) -> None:
-    """Fashion-MNIST as torchvision's class wants it, below `folder`, fetched if need be; or random images alike."""
+    """Put Fashion-MNIST, or random images of its form, below `folder`, in the form that torchvision's class reads."""
     if not random:
         root = locate(KNOWN["fashion-mnist"], data_dir=None, timeout_s=3600)
         (folder / "FashionMNIST").symlink_to((root / "FashionMNIST").absolute())  # RANKUP_CACHE may be a relative path
@@ -195,7 +195,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--random", action="store_true", help="random images in place of Fashion-MNIST")
     parser.add_argument("--warm-up", type=int, default=50, help="steps that do not count; steps must be a multiple")
     parser.add_argument("--steps", type=int, default=450)
-    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="of the entrants")
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="entrants that race")
     parser.add_argument("--output", type=Path, default=ROOT / "runs/race", help="folder of race.md and race.json")
     options = parser.parse_args()
     if options.steps % options.warm_up or options.steps == options.warm_up:
@@ -207,7 +207,7 @@ def main() -> None:
     options, entrants = parse(), []
     for entrant in ENTRANTS:
         if entrant.name in options.only and entrant.package and find_spec(entrant.package) is None:
-            print(f"{entrant.name} stays at home: pip install -e '.[test]', or make race", file=sys.stderr)
+            print(f"{entrant.name} does not race: pip install -e '.[test]', or make race", file=sys.stderr)
         elif entrant.name in options.only:
             entrants.append(entrant)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,10 +1,10 @@
-"""Record `make up` on two nodes, one of which is killed, as a picture that moves: docker/kill.svg.
+"""Record `make up` on two nodes, one of which is killed, as an animated picture: docker/kill.svg.
 
     python tests/bench/recording.py [--output docker/kill.svg]      # as root; make image comes first
 
-The lines are those that `make up` prints, without `[node0 r0/2]`, each at the time at which it came, from three seconds
-before the kill to three after the resume. What follows is cut to its most important lines. A second terminal's command
-stands between them, marked with a $. The picture follows the reader's scheme, light or dark, and fits a phone.
+The picture shows the lines of `make up`, without `[node0 r0/2]`, at their own times, from three seconds before the kill
+to three seconds after the resume. Of the later lines only the most important are shown. A line that begins with $ is
+the command of a second terminal. The picture follows the reader's color scheme, light or dark, and fits a phone.
 """
 
 import argparse
@@ -23,20 +23,20 @@ ROOT = Path(__file__).resolve().parents[2]
 ARGS = "--epochs 3 --name recording --fresh"
 KILL_AFTER = "epoch 1:"
 COMMAND = "$ kill -9 $(docker inspect -f '{{.State.Pid}}' rankup-node1-1)"
-BEFORE_S, AFTER_S = 3.0, 3.0  # what is shown at its own times: from before the kill to after the resume
+BEFORE_S, AFTER_S = 3.0, 3.0  # lines from this long before the kill to this long after the resume have their own times
 LATER = re.compile(r"epoch \d|finished after|weights digest|^up: ")
-LATER_S = 0.5  # between two lines of what follows
+LATER_S = 0.5  # between two later lines
 UNSAID = re.compile(r"^(data|model|batch|ready|waiting|rank 0 of|the stacks|\[node1\]|node\d-1)")
 COLUMNS, ROWS = 56, 19
 CHARACTER, LINE = 7.2, 17.0  # pixels, of a fixed-width font of 12 pixels
 MARGIN = 12.0
-HOLD_S = 6.0  # the end stays for so long before the picture begins anew
+HOLD_S = 6.0  # the last screen stays for this time before the animation repeats
 
 Line = tuple[float, str]  # seconds since the first one, and the text
 
 
 def record() -> list[Line]:
-    """Run the job, kill node 1's first process once, and return what was printed. Raises AssertionError if it fails."""
+    """Run the job, kill node 1's first process once, and return the printed lines. AssertionError if the job fails."""
     lines: list[Line] = []
     began_s = 0.0
 
@@ -63,7 +63,7 @@ def record() -> list[Line]:
 
 
 def abridged(lines: Sequence[Line]) -> list[Line]:
-    """The lines to show. See the top of this file."""
+    """Return the lines to show. The docstring of this file describes them."""
     lines = [(at_s, text.removeprefix("[node0 r0/2] ")) for at_s, text in lines]
     killed_s = next(at_s for at_s, text in lines if text == COMMAND)
     resumed_s = next(at_s for at_s, text in lines if at_s > killed_s and text.startswith("resumed from"))
@@ -74,7 +74,7 @@ def abridged(lines: Sequence[Line]) -> list[Line]:
 
 
 def draw(lines: Sequence[Line]) -> str:
-    """The lines, wrapped, as an animated SVG, which shows its last screen where nothing may move."""
+    """Return the wrapped lines as an animated SVG. Readers who turn animations off see its last screen."""
     cut = [(at_s, part, _kind(text)) for at_s, text in lines
            for part in textwrap.wrap(text, COLUMNS, subsequent_indent="    ", break_on_hyphens=False)]
     whole_s = cut[-1][0] + HOLD_S
@@ -84,7 +84,7 @@ def draw(lines: Sequence[Line]) -> str:
         percent = 100 * at_s / whole_s
         moved = LINE * max(0, number + 1 - ROWS)
         scrolled.append(f"{percent:.2f}%{{transform:translateY({-moved:g}px)}}")
-        if number < ROWS:  # later ones come into sight by the scrolling
+        if number < ROWS:  # scrolling shows later lines
             styles.append(f"@keyframes l{number}{{0%{{opacity:0}}{percent:.2f}%,100%{{opacity:1}}}}")
         name = f' style="animation-name:l{number}"' if number < ROWS else ""
         texts.append(f'<text class="{kind}"{name} y="{LINE * (number + 0.75):g}">{escape(text)}</text>')

@@ -1,12 +1,12 @@
-"""How long does a lost rank stop the training, and how many finished steps does it cost?
+"""Measure how long a lost rank stops the training, and how many finished steps it costs.
 
     python tests/bench/recovery.py [launch compose slurm pods] [--kills 10]      # as root; make image comes first
     python tests/bench/recovery.py launch --settings "--parallel fsdp"
 
-Each round stops the whole job and starts it again, and kills (kill -9) rank 0, which is on node 0, rank 1 on node 1,
-and a whole node. The kills are compared with the cold restarts: a machine that is busy for a while slows all four.
-The time is from the kill, or from the command that starts the job again, to the end of the next step, as
-`metrics.jsonl` has it. Prints a table in Markdown with its conditions. Nothing is asserted here.
+Each round has four events: it stops the whole job and starts it again, and it kills (kill -9) rank 0 on node 0, rank 1
+on node 1, and a whole node. A busy period slows all four, so the kills can be compared with the cold restart. The time
+is from the kill, or from the command that starts the job again, to the end of the next step in `metrics.jsonl`. A
+Markdown table is printed with its conditions. Nothing is asserted here.
 """
 
 import argparse
@@ -32,17 +32,17 @@ from tests.rigs import containers, kubepods, slurm_cluster
 from tests.rigs.containers import docker, rank_of, wait_for
 from tests.rigs.jobs import MAIN, ROOT, environment
 
-# The program's defaults, but a line of metrics for each step, and an end that never comes
+# The program's defaults, except that each step has a line of metrics and the training never ends
 SETTINGS = ["--name", "job", "--epochs", "100000", "--evaluate-every-epochs", "100000", "--log-every-steps", "1"]
 PATIENCE_S = 300.0
-NEWEST = 2**16  # bytes of metrics: the file grows to megabytes
+NEWEST = 2**16  # bytes of metrics to read, because the file grows to megabytes
 COLD = "cold restart of the whole job"
-# An engine waits longer and longer before it restarts a container that ends within 10 s of its start
+# A container engine waits longer before each restart of a container that ended within 10 s of its start
 SETTLED_S = 11
 
 
 class Fault:
-    """What happens to a job now, and what it costs. Made just before it happens."""
+    """An event that a job suffers, and its cost. Create it just before the event."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.log = run, run / "logs" / "rank-0.log"
@@ -50,7 +50,7 @@ class Fault:
         self.moment_s = time.time()
 
     def cost(self) -> tuple[float, int]:
-        """Wait for the next step. The seconds from the fault to its end, and the finished steps that are done again."""
+        """Wait for the next step. Return the seconds from the fault to its end, and the number of steps done twice."""
         try:
             next_step, end_s = wait_for("next step", self._next_step, timeout_s=PATIENCE_S, log=self._said)
         except AssertionError as error:
@@ -66,20 +66,20 @@ class Fault:
             return log.read()
 
     def _next_step(self) -> tuple[int, float] | None:
-        """The first step after the newest resume, and its end: a step that was almost done when a rank died may end
-        after the kill, too."""
+        """Return the first step after the newest resume, and its end. Steps without a resume do not count: a step that
+        was almost done when the rank died may end after the kill."""
         resumes = re.findall(r"resumed from step[- ]0*(\d+)", self._said())
         next_step = int(resumes[-1]) + 1 if resumes else 0
         end_s = step_ends(self.run, NEWEST).get(next_step, 0.0)
         return (next_step, end_s) if end_s > self.moment_s else None
 
 
-# A job of two nodes with a rank each, by launcher. `run`: its run's folder; `node`: what is killed as a whole node.
-# `stop` has every rank save and leave, and `kill_node` brings the node back where the launcher itself does not
+# Each class is a job of two nodes with one rank each. `run`: the folder of its run. `node`: what counts as a whole
+# node. `stop` makes all ranks save and leave. `kill_node` also starts the node again if the launcher does not
 
 
 class Launch:
-    """`launch` with two ranks. Nobody restarts `launch` itself, so this does."""
+    """`launch` with two ranks. Nothing else restarts a killed `launch`, so this class does."""
 
     node = "`launch`, with all ranks, started again at once"
 
@@ -123,7 +123,7 @@ class Compose:
 
 
 class Pods:
-    """The containers of pytorchjob.yaml's two pods. This stands for the operator, which replaces a lost pod."""
+    """The containers of pytorchjob.yaml's two pods. This class replaces a lost pod, as the operator would."""
 
     node = "the pod of node 1, replaced at once"
 
@@ -138,7 +138,7 @@ class Pods:
         docker("rm", *names)
 
     def processes(self, node: int) -> list[psutil.Process]:
-        first = psutil.Process(self.cluster.state(node)["Pid"])  # no init: the agent itself
+        first = psutil.Process(self.cluster.state(node)["Pid"])  # without an init this is the agent
         return [first, *first.children(recursive=True)]
 
     def kill_node(self) -> None:
@@ -173,14 +173,14 @@ class Slurm:
         self.job.kill_agent("node1")
 
 
-# Each with why it cannot run here
+# Each launcher with a function that says why it cannot run here
 LAUNCHERS = {"launch": (Launch, str), "compose": (Compose, containers.why_not),
              "slurm": (Slurm, slurm_cluster.why_not), "pods": (Pods, containers.why_not)}
 Job = Launch | Compose | Slurm | Pods
 
 
 def measure(name: str, kills: int, settings: list[str]) -> list[list[str]]:
-    """The rows of one launcher, with the machine's load beside them."""
+    """Measure one launcher. Return its rows of the table, with the machine's load."""
     costs, loads = defaultdict[str, list[tuple[float, int]]](list), []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
         job = LAUNCHERS[name][0](Path(folder), [*SETTINGS, *settings], stack)
@@ -202,7 +202,7 @@ def measure(name: str, kills: int, settings: list[str]) -> list[list[str]]:
 
 
 def cost(job: Job, what: str) -> tuple[float, int]:
-    """Do one of the four to a job: see Fault.cost."""
+    """Cause one of the four events in a job. Return its cost (see Fault.cost)."""
     if what == COLD:
         job.stop()
         fault = Fault(job.run)
@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("launchers", nargs="*", default=list(LAUNCHERS), help=f"some of {', '.join(LAUNCHERS)}")
     parser.add_argument("--kills", type=int, default=10, help="kills of each of the three kinds, and cold restarts")
-    parser.add_argument("--settings", type=str.split, default=[], help="of the program, besides its defaults")
+    parser.add_argument("--settings", type=str.split, default=[], help="settings of the program, besides its defaults")
     options = parser.parse_args()
     for name in options.launchers:
         if reason := LAUNCHERS[name][1]():
@@ -232,7 +232,7 @@ def main() -> None:
     print("\n".join(markdown_table(header, rows)))
     print(
         f"\n{options.kills} of each, taking turns; two ranks of the program's defaults (Fashion-MNIST, small CNN)"
-        f"{' but for ' * bool(options.settings)}{' '.join(options.settings)}. {conditions()}."
+        f"{' except for ' * bool(options.settings)}{' '.join(options.settings)}. {conditions()}."
     )
 
 

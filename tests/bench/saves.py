@@ -1,10 +1,10 @@
-"""What does a save cost the training? A ResNet-50 with SGD's momentum, 189 MB, saved beside the training or waited for.
+"""Measure what a save costs the training of a ResNet-50 with SGD's momentum, 189 MB: in the background, or waited for.
 
     python tests/bench/saves.py --repeats 5
 
-For each number of processes it trains with `--save sync`, with `--save auto`, and without saves but the last, in
-turns, so that a machine that is busy for a while slows all three. Prints a table of medians with its conditions: the
-time for which a save keeps the steps waiting, and images/s over the wall clock, saves included.
+For each number of processes this trains with `--save sync`, with `--save auto`, and with only the last save. The three
+take turns, so that a busy period slows all of them. A table of medians is printed with its conditions: the time for
+which a save keeps the steps waiting, and images/s over the wall clock, saves included.
 """
 
 import argparse
@@ -33,11 +33,11 @@ LINE = ("--dataset=fake", "--fake-samples=512", "--image-size=32", "--model=resn
 
 
 def train(how: str, world_size: int, folder: Path) -> dict[str, float]:
-    """One training in processes of its own, and what rank 0 measured."""
+    """Run one training in its own processes. Return what rank 0 measured."""
     save = ("--save=sync", f"--save-every-steps={10 * STEPS}") if how == "none" else (
         f"--save={how}", f"--save-every-steps={EVERY}")
     launch = ["-m", "rankup", "launch", f"--nproc={world_size}", "--max-restarts=0"] if world_size > 1 else []
-    # Python runs it in each process as it starts
+    # Python runs this file at the start of each process
     (folder / "sitecustomize.py").write_text("from tests.bench.saves import install\n\ninstall()\n")
     run(sys.executable, *launch, MAIN, "train", *LINE, *save, f"--max-steps={STEPS}", f"--run-dir={folder}",
         env={"PYTHONPATH": f"{folder}:{ROOT}", "MEASURED": str(folder / "blocked.json")})
@@ -49,13 +49,13 @@ def train(how: str, world_size: int, folder: Path) -> dict[str, float]:
 
 
 def install() -> None:
-    """In a process of the training: measure, once `train.loop` is imported."""
+    """Call `measure` in a process of the training as soon as `train.loop` is imported."""
     places.HOOKS, places.WRAPPED = {"train.loop": measure}, {}
     sys.meta_path.insert(0, places._Finder())
 
 
 def measure(loop: Any) -> None:
-    """Rank 0 adds up for how long a save keeps the loop waiting: all but the last one, for which `wait` is set."""
+    """Let rank 0 add up how long saves keep the loop waiting, except the last save, for which `wait` is set."""
     from rankup.loop.job import Job
     from rankup.state.saver import Saver
 
@@ -68,7 +68,7 @@ def measure(loop: Any) -> None:
             nonlocal blocked_s, saves
             began_s = time.perf_counter()
             whole(*values, wait=wait)
-            if not wait:  # a look that waits is part of a save
+            if not wait:  # a `look` that waits belongs to a save
                 blocked_s, saves = blocked_s + time.perf_counter() - began_s, saves + counts
 
         setattr(owner, name, call)

@@ -1,4 +1,4 @@
-"""What several tests of the settings need."""
+"""A fixture that several tests of the settings share."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Write tiny.yaml in an empty current directory, so that messages name it as the user would."""
+    """A function that writes tiny.yaml to an empty current directory, so that messages name it as the user would."""
     monkeypatch.chdir(tmp_path)
 
     def _write(text):

@@ -1,4 +1,4 @@
-"""The command line: what is understood, the help, and that every mistake is reported before anything runs."""
+"""The command line: accepted forms, help, and that all mistakes are reported before anything runs."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ended(line: str, capsys: Captured) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the program on that line, in this process."""
+    """Run the program with this command line in this process. Return its exit code, stdout and stderr."""
     return main(line.split()), *capsys.readouterr()
 
 
@@ -38,11 +38,11 @@ def ended(line: str, capsys: Captured) -> tuple[int, str, str]:
     ("train --augment --no-augment", {"augment": "False"}), ("--local_rank 3 train", {}),
     ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
     ("train --options.a-b_c=1", {"options.a_b_c": "1"}),
-    # Left to itself Fire reads a lone dash as the end of a call, and lists and numbers
+    # By default Fire takes a lone dash for the end of a call, and parses lists and numbers
     ("train --data-dir -", {"data_dir": "-"}), ("train --options.x true", {"options.x": "true"}),
     ("train --name [1,2]", {"name": "[1,2]"}), ("--name predict", {"name": "predict"}),
 ])
-def test_command_line_is_understood(line: str, settings: dict[str, str]) -> None:
+def test_command_line_is_parsed_into_settings(line: str, settings: dict[str, str]) -> None:
     parsed = parse_args(line.split())
     assert (parsed.command, parsed.settings, parsed.mistakes) == ("train", settings, [])
 
@@ -52,7 +52,7 @@ def test_options_of_a_command_have_type_and_default() -> None:
     assert (parsed.mistakes, parsed.settings) == ([], {})
     assert parsed.options == Predict(config="x.yaml", input="1e5", rank=1)
     assert parse_args(["doctor", "--alone", "--json"]).options == Doctor(alone=True, json=True)
-    assert not parse_args(["doctor", "--fresh"]).mistakes  # the line of a training, as slurm/job.sh has it
+    assert not parse_args(["doctor", "--fresh"]).mistakes  # ddp.sbatch passes the training's arguments
 
 
 def test_every_setting_is_a_flag_in_both_spellings() -> None:
@@ -97,14 +97,14 @@ def test_help_fits_the_width_and_a_screen(
     ("train --workload text --help", "--bert-dir VALUE", "--model"),
     ("--parallel dp -h", "--device-ids VALUE", "--bert-dir"), ("train -h", "--model VALUE", "--device-ids"),
 ])
-def test_help_has_the_settings_of_what_was_chosen(capsys: Captured, line: str, here: str, elsewhere: str) -> None:
+def test_help_has_the_settings_of_the_chosen_parts(capsys: Captured, line: str, here: str, elsewhere: str) -> None:
     code, out, _ = ended(line, capsys)
     assert code == 0
     assert here in out
     assert f"{elsewhere} VALUE" not in out
 
 
-def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) -> None:
+def test_empty_command_line_shows_the_commands_and_is_a_mistake(capsys: Captured) -> None:
     code, out, _ = ended("", capsys)
     assert code == 2
     assert out.startswith("usage: ")
@@ -117,7 +117,7 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
     ("train --bacth-size 4", ['unknown setting "--bacth-size"; did you mean "--batch-size"? (*)']),
     ("train --no-lr", ["--lr must be followed by a value."]),
     ("--zzz", ['unknown setting "--zzz". (*']),
-    ("train -- --interactive", ['unknown setting "--interactive"*']),  # Fire has flags of its own behind it
+    ("train -- --interactive", ['unknown setting "--interactive"*']),  # Fire has its own flags after it
     ("train - x", ['unexpected argument "-".', 'unexpected argument "x".']),
     ("train --lr --epochs 3", ["--lr must be followed by a value."]),
     ("train --options.x", ["--options.x must be followed by a value, such as true."]),
@@ -145,13 +145,13 @@ def test_mistakes_are_all_reported_with_code_2_before_anything_runs(
     assert (code, out) == (2, "")
     found = err.removeprefix("error: ").splitlines()
     assert len(found) == len(messages), found
-    for message in messages:  # in any order: what is known only at the end of the line comes last
+    for message in messages:  # any order: some are known only at the end
         assert any(re.fullmatch(re.escape(message).replace(r"\*", ".*"), one) for one in found), found
-    assert not list(folder.iterdir()), "a mistake leaves no runs/"
+    assert not list(folder.iterdir()), "a mistake must not create runs/"
 
 
 @pytest.mark.parametrize(("value", "got"), [("fashion", '"fashion"'), ("", "null"), ("[digits]", "[digits]")])
-def test_mistakes_of_a_file_stand_behind_its_name(folder: Path, capsys: Captured, value: str, got: str) -> None:
+def test_mistakes_of_a_file_begin_with_its_name(folder: Path, capsys: Captured, value: str, got: str) -> None:
     (folder / "it.yaml").write_text(f"dataset: {value}\nlr: -1\n")
     code, _, err = ended("show --config it.yaml", capsys)
     assert code == 2
@@ -164,7 +164,7 @@ def test_mistakes_of_a_file_stand_behind_its_name(folder: Path, capsys: Captured
     (rank_env(2, 2, 20000), "RANK"),
     (rank_env(0, 65, 20000), "batch_size must be at least 65"),
 ])
-def test_environment_that_cannot_work_leaves_nothing(
+def test_impossible_environment_is_refused_and_creates_no_file(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], message: str
 ) -> None:
     for name, value in env.items():
@@ -183,7 +183,7 @@ URLS = ("s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model
 @pytest.mark.parametrize(("setting", "url"), [
     *((setting, url) for setting in ("run-dir", "init-from", "mirror") for url in URLS), ("dataset", f"hf:{URLS[-1]}"),
 ])
-def test_an_address_with_a_secret_in_it_is_refused_and_not_repeated(setting: str, url: str, capsys: Captured) -> None:
+def test_address_with_a_secret_is_refused_and_not_printed(setting: str, url: str, capsys: Captured) -> None:
     code, *printed = ended(f"train --{setting} {url}", capsys)
     assert code == 2
     assert f"--{setting} must be an address without user, password, key or parameters." in "".join(printed)

@@ -1,4 +1,4 @@
-"""Settings: the model, their types and precedence, and that every mistake is reported at once in the house form."""
+"""Settings: their model, types and precedence, and that all mistakes are reported together in the project's form."""
 
 import json
 import re
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def test_defaults_are_valid_and_of_their_type():
-    # pydantic does not validate defaults: dump and build again.
+def test_defaults_are_valid_and_have_the_right_type():
+    # pydantic does not validate defaults, so build the config again from its dump
     config = Config()
     again = Config(**config.model_dump())
     assert again == config
@@ -30,7 +30,7 @@ def test_defaults_are_valid_and_of_their_type():
 
 
 @pytest.mark.parametrize("name", Config.model_fields)
-def test_field_says_what_it_is(name):
+def test_field_has_a_description_and_a_rule(name):
     field = Config.model_fields[name]
     assert field.description
     assert len(field.description) > 10
@@ -42,7 +42,7 @@ def test_field_says_what_it_is(name):
         assert field.json_schema_extra["rule"]
 
 
-def test_settings_that_may_change_on_resume_are_exactly_these():
+def test_exactly_these_settings_may_change_on_resume():
     free = {n for n, f in Config.model_fields.items() if f.json_schema_extra["free"]}
     assert free == {
         "data_dir", "epochs", "max_steps", "num_workers", "eval_batch_size",
@@ -72,7 +72,7 @@ def test_precedence_is_defaults_then_file_then_flags(write):
     ("options.a", "no", "no"), ("options.a", "[1, 2]", "[1, 2]"),
     ("options.a", "null", None), ("options.a", "1e-3", 1e-3), ("options.a.b", "1", 1),
 ])
-def test_flag_is_read_by_the_type_of_its_field(name, text, value):
+def test_flag_is_parsed_by_the_type_of_its_field(name, text, value):
     head, _, key = name.partition(".")
     found = getattr(load_config({name: text}), head)
     found = found[key] if key else found
@@ -100,7 +100,7 @@ def test_flag_is_read_by_the_type_of_its_field(name, text, value):
     (r'"a\nb": 3', r'tiny.yaml: unknown setting "a\nb". (*)'),
     ("5: x", 'tiny.yaml: unknown setting "5". (*)'),
 ])
-def test_file_value_is_refused_in_the_house_form(line, message, write):
+def test_file_value_is_refused_in_the_projects_form(line, message, write):
     found = one(file=write(line + "\n"))
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), found), found
 
@@ -115,12 +115,12 @@ def test_name_that_is_no_safe_folder_is_refused(name):
     ("batch_size", "", '--batch-size must be a valid integer, unable to parse string as an integer, got "".'),
     ("options", "x", '--options must be a mapping of words to *, got "x".'),
 ])
-def test_flag_value_is_refused_in_the_house_form(name, text, message):
+def test_flag_value_is_refused_in_the_projects_form(name, text, message):
     found = one({name: text})
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), found), found
 
 
-def test_all_mistakes_are_reported_at_once(write):
+def test_all_mistakes_are_reported_together(write):
     file = write("stpes: 3\nlr: -1\nmax_steps: 3\nwarmup_steps: 3\nseed: x\noptions: 5\n")
     found = mistakes({"epochs": "0", "options.a": "1"}, file=file, earlier=["from the command line"])
     starts = ["from the command line", 'tiny.yaml: unknown setting "stpes"', "tiny.yaml: options must",
@@ -130,7 +130,7 @@ def test_all_mistakes_are_reported_at_once(write):
         assert line.startswith(start), line
 
 
-def test_report_never_names_the_validator(write):
+def test_messages_never_mention_pydantic(write):
     found = mistakes(file=write("\n".join(f"{name}: {{x: [.nan]}}" for name in Config.model_fields)))
     assert len(found) == len(Config.model_fields)
     assert not [line for line in found if re.search(r"pydantic|Input should|validation|type=", line)]
@@ -139,7 +139,7 @@ def test_report_never_names_the_validator(write):
 
 def test_broken_file_is_reported_with_the_mistakes_of_flags():
     found = mistakes({"lr": "-1", "dataset": "imagefolder"}, file="absent.yaml")
-    # data_dir may stand in the file that could not be read, so its absence is no mistake.
+    # A missing data_dir is no mistake here: the file that could not be read may have it
     assert found == ["absent.yaml: cannot be read: No such file or directory.",
                      '--lr must be greater than 0, got "-1".']
 
@@ -147,17 +147,17 @@ def test_broken_file_is_reported_with_the_mistakes_of_flags():
 # --- saved settings --------------------------------------------------------------------------------------------------
 
 
-def test_changed_settings_names_only_what_affects_the_result():
+def test_changed_settings_lists_only_settings_that_affect_the_result():
     old = Config(lr=0.1, dropout=0.5, options={"a": 1, "b": [1], "c": "x"}).model_dump()
     new = Config(lr=0.2, dropout=0.5, epochs=9, keep=5, name="x", options={"a": 1, "b": [2], "d": "1"})
     assert changed_settings(old, new) == ["options: {a: 1, b: [1], c: x} -> {a: 1, b: [2], d: '1'}", "lr: 0.1 -> 0.2"]
 
 
-def test_changed_settings_survives_json_and_older_versions():
+def test_changed_settings_works_with_json_and_older_versions():
     config = Config(lr=1.0, image_size=None, options={"a": [1, None]})
     old = json.loads(json.dumps(config.model_dump()))
     assert changed_settings(old, config) == []
-    del old["seed"]  # the older version had no such setting: what it did is the default
+    del old["seed"]  # an older version had no such setting, and behaved like today's default
     old["gone"] = 1
     assert changed_settings(old, config) == []
     assert changed_settings(old, config.model_copy(update={"seed": 3})) == ["seed: 0 -> 3"]
@@ -187,7 +187,7 @@ def test_yaml_of_a_config_explains_each_setting():
     assert len(re.findall(r"^\w+: ", to_yaml(Config()), re.MULTILINE)) < 47
 
 
-def test_yaml_has_the_settings_of_this_data_set_and_those_of_others_where_they_were_set():
+def test_yaml_has_settings_of_other_data_sets_only_if_they_were_set():
     assert "fake_classes" not in to_yaml(Config())
     assert "hf_config: null" in to_yaml(Config(dataset="hf:beans"))
     assert "fake_classes: 3 " in to_yaml(Config(fake_classes=3))
@@ -200,11 +200,11 @@ def test_yaml_has_the_settings_of_this_data_set_and_those_of_others_where_they_w
     {"compress": "bf16", "sync_bn": True, "compile": True, "find_unused_parameters": True, "compare_every_steps": 9},
     {"parallel": "fsdp", "sync_bn": True, "checkpoint_format": "sharded", "memory_every_steps": 9},
     {"parallel": "horovod", "compress": "fp16"}, {"parallel": "dp", "device_ids": "1,0"},
-    *({"parallel": method, "find_unused_parameters": True} for method in ("none", "dp")),  # each start asks for it
-    {"parallel": "none", "sync_bn": True, "compress": "fp16"},  # a run of several processes goes on in one
+    *({"parallel": method, "find_unused_parameters": True} for method in ("none", "dp")),  # resumed with another method
+    {"parallel": "none", "sync_bn": True, "compress": "fp16"},  # a run of several processes resumed in one
     {"schedule": "step", "step_epochs": 2},
 ])
-def test_setting_of_what_was_chosen_is_taken(settings):
+def test_setting_of_a_chosen_part_is_accepted(settings):
     check_run(Config(**settings), 1)
 
 
@@ -221,12 +221,12 @@ def test_setting_of_what_was_chosen_is_taken(settings):
         "dp": "compile sync_bn", "fsdp": "compile find_unused_parameters",
         "horovod": "compile find_unused_parameters sync_bn"}.items() for name in names.split()),
 ])
-def test_setting_of_something_else_is_refused(settings, message):
+def test_setting_of_a_part_that_was_not_chosen_is_refused(settings, message):
     with pytest.raises(UserError, match=message):
         check_run(Config(**settings), 1)
 
 
-def test_setting_belongs_to_choices_that_exist():
+def test_settings_belong_to_choices_that_exist():
     choices = {*SOURCES, "hf", *METHODS, "auto", *WORKLOADS, "MODULE:FUNCTION", "sgd", "adamw", "step", "or"}
     owners = " ".join(field.json_schema_extra["of"] for field in Config.model_fields.values()).split()
     assert {word for word in owners if word not in choices} == {
@@ -255,7 +255,7 @@ def test_yaml_scalar_follows_the_core_schema(text, value, write):
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "null\n", "\ufeff"])
-def test_yaml_empty_file_holds_no_settings(text, write):
+def test_yaml_empty_file_has_no_settings(text, write):
     assert load_config({}, file=write(text)) == Config()
 
 
@@ -278,12 +278,12 @@ def test_yaml_mistake_names_file_and_line(text, message, write):
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), found), found
 
 
-def test_yaml_file_missing_or_a_directory_is_one_line(write):
+def test_yaml_file_that_is_missing_or_a_directory_gives_one_line(write):
     assert one(file="absent.yaml") == "absent.yaml: cannot be read: No such file or directory."
     Path("folder").mkdir()
     assert one(file="folder") == "folder: cannot be read: Is a directory."
 
 
-def test_yaml_many_aliases_cost_nothing(write):
+def test_yaml_with_many_nested_aliases_is_accepted(write):
     layers = "\n".join(f"  l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 6))
     load_config({}, file=write(f"options:\n  l0: &l0 [1]\n{layers}\n"))

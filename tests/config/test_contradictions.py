@@ -1,4 +1,4 @@
-"""Settings that contradict each other, or the number of processes."""
+"""Settings that contradict each other or do not fit the number of processes are refused."""
 
 import re
 
@@ -30,12 +30,12 @@ def test_contradiction_is_refused(settings, message):
     {"precision": "fp16", "device": "cpu"}, {**FOLDER, "augment": "imagenet"},
     {"dataset": "imagefolder", "workload": "my.job:build"},
 ])
-def test_settings_that_go_together_are_taken(settings):
+def test_settings_that_go_together_are_accepted(settings):
     load_config(settings)
 
 
-def test_contradiction_with_a_wrong_value_is_not_guessed():
-    # The mirror contradicts the default of run_dir, but the user gave another one, which is wrong by itself.
+def test_contradiction_with_the_default_of_a_wrong_value_is_not_reported():
+    # The mirror equals the default of run_dir, but the user gave another run_dir, which is wrong by itself
     assert one({"run_dir": "", "mirror": "runs"}) == '--run-dir must be a path or an address, got "".'
 
 
@@ -46,7 +46,7 @@ def test_contradiction_with_a_wrong_value_is_not_guessed():
     ({"parallel": "none"}, 4, "parallel must be auto or ddp with 4 processes, got none. *"),
     ({"parallel": "dp"}, 2, "parallel must be auto or ddp with 2 processes, got dp. *"),
 ])
-def test_world_size_that_does_not_fit_is_refused_with_what_would(settings, world_size, message):
+def test_world_size_that_does_not_fit_is_refused_with_the_way_out(settings, world_size, message):
     with pytest.raises(UserError) as caught:
         check_run(Config(**settings), world_size)
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), str(caught.value)), caught.value

@@ -221,7 +221,7 @@ def test_unknown_data_set_is_one_line_that_says_how_to_get_it(name: str) -> None
 
 def test_without_the_package_the_line_says_how_to_install_it(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"without the package datasets.*pip install 'rankup\[hf\]'"):
+    with pytest.raises(UserError, match=r"the package datasets must be installed.*pip install 'rankup\[hf\]'"):
         load_hf(saved)
 
 

@@ -1,4 +1,4 @@
-"""Every environment that Slurm, Open MPI, horovodrun and Kubeflow give: adopted, or refused with the way out."""
+"""Every environment that Slurm, Open MPI, horovodrun and Kubeflow set: adopted, or refused with the way out."""
 
 import zlib
 
@@ -8,19 +8,19 @@ from rankup.env.launchers import port_for
 from rankup.env.rank_env import RankEnv, read_rank_env, with_options
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal
 
-# What `srun -n 4 -N 2` gives task 3, on the last two of the job's three nodes.
+# `srun -n 4 -N 2` sets this for task 3, on the last two of the job's three nodes
 STEP = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
     "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "2",
     "SLURM_STEP_NODELIST": "rn[2-3]", "SLURM_JOB_NODELIST": "rn[1-3]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
-# The batch shell of a job of two tasks: a task number, but no step.
+# The batch shell of a job with two tasks. It has a task number, but no step
 BATCH = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}
 MPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-node0-1234@1",
 }
-# What horovodrun 0.28.1 was seen to set
+# Recorded from horovodrun 0.28.1
 HOROVOD = {
     "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
     "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
@@ -33,7 +33,7 @@ def without(env: Env, *names: str) -> Env:
 
 
 def place(env: RankEnv) -> tuple[int | None, ...]:
-    """Rank, local rank, world size, local world size."""
+    """Return rank, local rank, world size and local world size."""
     return env.rank, env.local_rank, env.world_size, env.local_world_size
 
 
@@ -41,7 +41,7 @@ def place(env: RankEnv) -> tuple[int | None, ...]:
 
 
 @pytest.mark.parametrize(("change", "where", "address"), [
-    ({}, (3, 1, 4, 2), f"rn2:{port_for(77)}"),  # the step's first host, which need not be the job's
+    ({}, (3, 1, 4, 2), f"rn2:{port_for(77)}"),  # the step's first host, which may differ from the job's
     *(({"SLURM_STEP_NODELIST": nodes}, (3, 1, 4, 2), f"{first}:") for nodes, first in
       (("a.example,b", "a.example"), ("n[08-11]", "n08"), ("gpu-[3,1]-ib", "gpu-3-ib"), ("r[1-2]n[0-1]", "r1n0"))),
     ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, (3, 1, 5, None), "rn2:"),
@@ -58,12 +58,12 @@ def test_slurm_step_is_adopted(change: Env, where: tuple[int | None, ...], addre
 
 @pytest.mark.parametrize("env", [
     BATCH,
-    without(BATCH, "SLURM_NTASKS"),  # sbatch -N 2 says no number of tasks: one a node
+    without(BATCH, "SLURM_NTASKS"),  # sbatch -N 2 sets no number of tasks, which means one per node
     {**without(BATCH, "SLURM_NTASKS"), "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2"},
     {**BATCH, "SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
     {**BATCH, "MASTER_ADDR": "rn0", "MASTER_PORT": "12345"},
 ], ids=["batch", "nodes-only", "per-node", "salloc", "with-master"])
-def test_slurm_shell_that_is_no_task_is_refused(env: Env):
+def test_slurm_shell_outside_a_task_is_refused(env: Env):
     message = refusal(env)
     assert message.startswith("Slurm gave this job 2 tasks, but this process is not one of them")
     assert "srun" in message
@@ -76,13 +76,13 @@ def test_slurm_shell_that_is_no_task_is_refused(env: Env):
     {**BATCH, "SLURM_NTASKS": "1", "MASTER_ADDR": "rn0", "MASTER_PORT": "12345"},
     {"SLURM_JOB_ID": "77", "SLURM_NNODES": "1"},
 ], ids=["step", "with-master", "no-count"])
-def test_slurm_with_one_task_is_a_single_process_named_by_its_job(env: Env):
+def test_slurm_job_with_one_task_is_a_single_process_with_its_name(env: Env):
     read = read_rank_env(env)
     assert (read.launcher, read.world_size, read.run_name) == ("python", 1, "slurm-77")
     assert " not set. " in refusal({**env, "WORLD_SIZE": "4"})
 
 
-def test_slurm_knows_the_rank_that_belongs_to_an_address():
+def test_slurm_gives_the_rank_if_only_an_address_is_given():
     env = read_rank_env(with_options(STEP, init_method="tcp://node0:29400"))
     assert (place(env), env.master_addr) == ((3, 1, 4, 2), "node0")
 
@@ -93,27 +93,27 @@ def test_explicit_rank_beats_slurm():
 
 
 @pytest.mark.parametrize("left", [{"WORLD_SIZE": "1"}, {"WORLD_SIZE": "8", "LOCAL_RANK": "0"}])
-def test_counts_that_somebody_left_in_the_shell_do_not_beat_the_launchers(left: Env):
+def test_counts_left_in_the_shell_do_not_beat_the_launchers(left: Env):
     """With a world size of one, rank 0 would train alone."""
     assert place(read_rank_env({**STEP, **left})) == (3, 1, 4, 2)
     assert place(read_rank_env({**MPI, **left})) == (1, 1, 2, 2)
 
 
 @pytest.mark.parametrize("left", [3, 1])
-def test_rank_of_an_agent_beside_lost_ones_keeps_its_gpu(left: int):
+def test_rank_beside_lost_agents_keeps_its_gpu(left: int):
     """Slurm's variables still count four agents, two on each machine."""
     fewer = {"GROUP_WORLD_SIZE": f"{left}", "WORLD_SIZE": f"{left}", "RANK": "0", "LOCAL_RANK": "1"}
     env = read_rank_env({**STEP, **LAUNCH, **fewer})
     assert (env.rank, env.local_rank, env.world_size) == (0, 1, left)
 
 
-def test_run_is_named_by_its_job_whoever_set_rank():
+def test_run_has_its_jobs_name_whatever_set_rank():
     task = {"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1"}
     assert read_rank_env(task).run_name == "slurm-77_1"
     assert read_rank_env({"SLURM_JOB_ID": "77", **AGENT}).run_name == "slurm-77"
 
 
-def test_port_changes_with_the_restart_and_comes_from_the_job_not_the_array():
+def test_port_depends_on_the_restart_and_the_job_id_not_the_array_id():
     array = {**STEP, "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "1"}
     same, array_port = read_rank_env(STEP).master_port, read_rank_env(array).master_port
     assert array_port == same
@@ -132,7 +132,7 @@ def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     read = read_rank_env(env)
     assert (place(read), read.master_addr, read.launcher) == ((1, 1, 2, 2), "127.0.0.1", launcher)
     assert read_rank_env({**env, job: "another"}).master_port != read.master_port
-    assert read.master_port == port_for(zlib.crc32(env[job].encode()))  # the same on every node
+    assert read.master_port == port_for(zlib.crc32(env[job].encode()))  # the same port on every node
     assert "MASTER_PORT is not set" in refusal(without(env, job))
 
 
@@ -140,7 +140,7 @@ def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     (MPI, "OMPI_COMM_WORLD_", "mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT="),
     (HOROVOD, "HOROVOD_", "horovodrun does not say where rank 0 is. Set MASTER_ADDR=<rank 0's host>"),
 ])
-def test_mpi_on_several_nodes_wants_the_address(env: Env, prefix: str, way_out: str):
+def test_mpi_on_several_nodes_needs_the_address(env: Env, prefix: str, way_out: str):
     spread = {**env, f"{prefix}LOCAL_SIZE": "1", f"{prefix}LOCAL_RANK": "0"}
     assert way_out in refusal(spread)
     read = read_rank_env({**spread, "MASTER_ADDR": "node0", "MASTER_PORT": "12345"})
@@ -149,28 +149,28 @@ def test_mpi_on_several_nodes_wants_the_address(env: Env, prefix: str, way_out: 
     assert f"{prefix}SIZE=2 on several nodes" in refusal({f"{prefix}SIZE": "2"})
 
 
-def test_open_mpi_beats_the_slurm_task_that_its_daemon_is_and_horovodrun_both():
+def test_mpi_ranks_beat_the_slurm_task_of_their_daemon():
     assert read_rank_env({**STEP, **MPI}).launcher == "mpirun"
     assert read_rank_env({**STEP, **MPI, **HOROVOD}).launcher == "horovodrun"
 
 
 @pytest.mark.parametrize("name", ["PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"])
-def test_foreign_launcher_is_never_a_silent_world_of_one(name: str):
+def test_unknown_launcher_never_gives_a_world_of_one(name: str):
     assert "Start with torchrun" in refusal({name: "2"})
     assert read_rank_env({**FULL, name: "4"}).rank == 1
-    assert read_rank_env({**STEP, name: "4"}).launcher == "slurm"  # srun sets PMI_SIZE too
+    assert read_rank_env({**STEP, name: "4"}).launcher == "slurm"  # srun also sets PMI_SIZE
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
-def test_launcher_of_one_process_is_none(name: str):
+def test_unknown_launcher_of_one_process_is_ignored(name: str):
     assert read_rank_env({name: "1"}) == RankEnv()
 
 
-# Kubeflow: what training-operator 1.9.3 was seen to set ---------------------------------------------------------------
+# Kubeflow: recorded from training-operator 1.9.3 ----------------------------------------------------------------------
 
 
 def pod(rank: int, world: int, job: str, nproc: str, nodes: str, port: str = "23456") -> Env:
-    """A replica of a PyTorchJob that has a Master."""
+    """Return the environment of a replica of a PyTorchJob that has a Master."""
     master = f"{job}-master-0"
     return {
         "PYTHONUNBUFFERED": "1", "MASTER_PORT": port, "PET_MASTER_PORT": port, "MASTER_ADDR": master,
@@ -186,10 +186,10 @@ def elastic(endpoint: str, nproc: str, nodes: str) -> Env:
 @pytest.mark.parametrize(("env", "rank", "world"), [
     (pod(2, 3, "mw", "auto", "3"), 2, 3),
     (pod(1, 2, "gpu", "gpu", "2"), 1, 2),
-    (pod(1, 2, "one", "1", "2"), 1, 2),  # this and the next were not seen, but follow from what was
+    (pod(1, 2, "one", "1", "2"), 1, 2),  # this one and the next were not recorded, but follow from the recorded ones
     ({**pod(1, 2, "elastic-master", "1", "1:1"), "PET_RDZV_ENDPOINT": "elastic-master-worker-0:23456"}, 1, 2),
 ])
-def test_pytorchjob_with_one_process_a_pod_is_adopted(env: Env, rank: int, world: int):
+def test_pytorchjob_with_one_process_per_pod_is_adopted(env: Env, rank: int, world: int):
     read = read_rank_env(env)
     assert place(read) == (rank, 0, world, None)
     assert (read.master_addr, read.master_port) == (env["MASTER_ADDR"], 23456)
@@ -204,7 +204,7 @@ TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "
     {"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"},  # Workers without a Master
     {**TRAINER, "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": "1"},  # Trainer v2
 ], ids=["elastic", "elastic-range", "workers-only", "trainer-v2"])
-def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
+def test_kubeflow_without_rank_never_gives_a_world_of_one(env: Env):
     message = refusal(env)
     assert f"PET_NNODES={env['PET_NNODES']}" in message
     assert "RANK is not set" in message
@@ -212,17 +212,17 @@ def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
     assert "\n" not in message
 
 
-def test_pod_of_an_indexed_job_has_its_index_for_a_rank_and_never_trains_alone_unasked():
+def test_indexed_job_pod_uses_its_index_as_rank_and_never_trains_alone_by_accident():
     for index in ("0", "1"):
         message = refusal({"JOB_COMPLETION_INDEX": index})
         assert message.startswith(f"JOB_COMPLETION_INDEX={index} but WORLD_SIZE is not set: each pod would train alone")
         assert "k8s/job.yaml" in message
-    assert not read_rank_env({"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "1"}).distributed  # a TrainJob of one pod
+    assert not read_rank_env({"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "1"}).distributed  # a TrainJob with one pod
     assert place(read_rank_env({**without(FULL, "RANK"), "JOB_COMPLETION_INDEX": "2"})) == (2, 0, 4, None)
     assert read_rank_env({**FULL, "JOB_COMPLETION_INDEX": "2"}).rank == 1
 
 
-def test_port_is_no_known_service_and_differs_between_neighbouring_jobs():
+def test_port_is_unprivileged_and_differs_between_neighbouring_jobs():
     ports = {port_for(job) for job in range(40000)}
-    assert 16443 < min(ports) <= max(ports) < 23456  # neither root's, nor a known service, nor of outgoing connections
+    assert 16443 < min(ports) <= max(ports) < 23456  # not root's ports, known services or outgoing connections
     assert len({port_for(job) for job in range(123456, 123456 + 6900)}) == 6900

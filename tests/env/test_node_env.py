@@ -1,4 +1,5 @@
-"""Which agent `launch` is: by options, by what launch files and schedulers set, or refused with the way out."""
+"""Which agent `launch` becomes: from options, from what launch files and schedulers set, or refused with the way
+out."""
 
 from typing import Any
 
@@ -9,7 +10,7 @@ from rankup.errors import UserError
 from tests.env.test_launchers import BATCH, HOROVOD, MPI, STEP, TRAINER, elastic, pod
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env
 
-ONE_EACH = {  # `srun --ntasks-per-node=1 -N 2`: the second task
+ONE_EACH = {  # `srun --ntasks-per-node=1 -N 2` sets this for the second task
     **STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
 }
@@ -34,17 +35,17 @@ NODE = {"nnodes": 3, "node_rank": 2, "master_addr": "a"}
     (pod(1, 8, "mw", "4", "2"), {}, (1, 2, 4), "mw-master-0:23456"),
     (POD, {}, (1, 2, 4), "job-node-0-0.job:29500"),
     ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}, {}, (0, 1, 2), "127.0.0.1:0"),
-    # Workers without a Master, told by their options
+    # Workers without a Master: options give the node
     ({"PET_NNODES": "3", "PET_NPROC_PER_NODE": "auto"}, NODE, (2, 3, 1), "a:29400"),
-    ({"PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto", **FULL}, {}, (1, 4, 1), "node0:29500"),  # or by their variables
+    ({"PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto", **FULL}, {}, (1, 4, 1), "node0:29500"),  # or variables give it
     ({"OMPI_COMM_WORLD_SIZE": "1", "HOROVOD_SIZE": "1"}, {}, (0, 1, 1), "127.0.0.1:0"),
     # Indexed Jobs
     (INDEX, {"nnodes": 2, "master_addr": "a"}, (1, 2, 1), "a:29400"),
     ({**INDEX, "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "29400"}, {}, (1, 3, 1), "a:29400"),
     (INDEX, {"nnodes": 1}, (0, 1, 1), "127.0.0.1:0"),
-    (INDEX, NODE, (2, 3, 1), "a:29400"),  # of another Job of the same JobSet
+    (INDEX, NODE, (2, 3, 1), "a:29400"),  # the index of another Job of the same JobSet
 ])
-def test_agent_is_what_options_and_environment_say(
+def test_agent_follows_options_and_environment(
     env: Env, options: dict[str, Any], node: tuple[int, int, int], meets: str
 ):
     read = read_node_env(env, **options)
@@ -59,9 +60,7 @@ def test_agent_is_what_options_and_environment_say(
     ({**COMPOSE, "LOCAL_RANK": "1"}, 1, (1, 2)), ({**COMPOSE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}, 1, (1, 3)),
     (STEP, 2, (2, 4)), (FULL, 4, (0, 4)),
 ])
-def test_agent_of_several_on_a_machine_counts_the_ranks_of_all(
-    given: Env, nproc: int, wanted: tuple[int, int]
-) -> None:
+def test_agent_counts_the_ranks_of_all_agents_on_its_machine(given: Env, nproc: int, wanted: tuple[int, int]) -> None:
     read = read_node_env(given, nproc=nproc)
     assert (read.local_rank, read.local_world_size) == wanted
 
@@ -71,7 +70,7 @@ def test_agent_of_several_on_a_machine_counts_the_ranks_of_all(
     ({}, {"node_rank": 1}, r"--node-rank must be 0 to match .* got 1\. .* give --nnodes too\."),
     ({}, {"nnodes": 2}, r"--master-addr must name node 0's machine when there are several nodes, got nothing\."),
     ({}, {**NODE, "master_addr": "a b"}, "MASTER_ADDR must be a host name or an address"),
-    # Half a set, and two that contradict each other
+    # Half a set, and sets that contradict each other
     ({"MASTER_ADDR": "a"}, {"nproc": 2}, "MASTER_ADDR='a' but RANK WORLD_SIZE MASTER_PORT are not set"),
     (FULL, {"node_rank": 0}, r"--node-rank must be 1 to match RANK=1 and .* \(from environment\), got 0"),
     (FULL, {"nnodes": 1}, r"--nnodes must be 4 to match .* WORLD_SIZE=4 \(from environment\), got 1\. Leave --nnodes"),
@@ -81,7 +80,7 @@ def test_agent_of_several_on_a_machine_counts_the_ranks_of_all(
     (POD, {"nnodes": 1}, "--nnodes must be 2 to match .*, got 1"),
     (elastic("e-worker-0:23456", "1", "2:4"), {"nnodes": 2}, "PET_NNODES=2:4 .* but RANK is not set"),
     ({"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"}, {}, "PET_NNODES=2 PET_NPROC_PER_NODE=auto but RANK is not"),
-    # Launchers that start the ranks
+    # Launchers that start the ranks themselves
     (AGENT, {}, "a rank of torchrun, which starts the processes already. Start the script directly there"),
     (LAUNCH, {}, "a rank of launch"),
     (MPI, {}, "a rank of mpirun"),
@@ -90,14 +89,14 @@ def test_agent_of_several_on_a_machine_counts_the_ranks_of_all(
     ({"PMI_SIZE": "2"}, {}, "PMI_SIZE=2 but RANK is not set"),
     ({"JOB_COMPLETION_INDEX": "0"}, {}, "JOB_COMPLETION_INDEX=0 but WORLD_SIZE is not set"),
 ])
-def test_agent_is_refused_what_would_train_alone_or_twice(env: Env, options: dict[str, Any], said: str):
+def test_agent_that_would_train_alone_or_twice_is_refused(env: Env, options: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said) as refused:
         read_node_env(env, **options)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("rank", [1, 7])
-def test_job_that_is_scaled_up_too_far_has_spares(rank: int) -> None:
-    """FULL has WORLD_SIZE=4: pods that were there before and after the change count differently."""
+def test_job_that_is_scaled_up_beyond_its_limit_has_spares(rank: int) -> None:
+    """FULL has WORLD_SIZE=4: pods from before and after the change count differently."""
     node = read_node_env({**FULL, "RANK": str(rank)}, nnodes=3, limits=Limits(2, 3))
     assert (node.node_rank, node.num_nodes) == (rank, 3)

@@ -1,4 +1,4 @@
-"""A rank by the variables that torchrun sets: complete, absent, or refused in one line per mistake with the way out."""
+"""A rank from the variables that torchrun sets: complete, absent, or refused with one line and way out per mistake."""
 
 import json
 from itertools import combinations
@@ -13,7 +13,7 @@ from rankup.errors import UserError
 Env = dict[str, str]
 
 FULL = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-# What torch's agent gives each worker: node 1 of 2, its second process of two.
+# torch's agent sets this for each worker: here node 1 of 2, its second process of two
 AGENT = {
     **FULL, "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
     "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -39,7 +39,7 @@ def test_complete_set_starts_that_rank():
     assert read_rank_env({**FULL, "RANK": "0", "WORLD_SIZE": "1"}).distributed
 
 
-def test_half_a_set_is_refused_naming_all_that_is_missing():
+def test_incomplete_set_is_refused_naming_all_that_is_missing():
     whole = {**FULL, "LOCAL_RANK": "0"}
     halves = [names for size in range(1, 5) for names in combinations(whole, size) if not FULL.keys() <= {*names}]
     assert len(halves) == 29  # of 31 non-empty sets two are complete
@@ -70,28 +70,28 @@ def test_wrong_value_is_named_with_its_rule_in_one_line(change: Env, rule: str):
 
 
 @pytest.mark.parametrize("host", ["node0", "job-master-0.ns.svc", "my_service", "10.0.0.1", "::1", "2001:db8::1"])
-def test_host_names_and_plain_addresses_are_taken(host: str):
+def test_host_names_and_plain_addresses_are_accepted(host: str):
     assert read_rank_env({**FULL, "MASTER_ADDR": host}).master_addr == host
 
 
-def test_torchrun_tells_the_ranks_of_a_node_and_its_restarts():
+def test_torchrun_gives_the_ranks_of_a_node_and_its_restarts():
     env = read_rank_env({**AGENT, "TORCHELASTIC_RESTART_COUNT": "3"})
     assert (env.rank, env.local_rank, env.world_size, env.local_world_size) == (3, 1, 4, 2)
     assert (env.restart_count, env.launcher) == (3, "torchrun")
 
 
-def test_launch_is_known_by_its_mark_whatever_is_left_of_a_torchrun():
+def test_launch_is_recognized_beside_leftovers_of_torchrun():
     env = read_rank_env({**LAUNCH, "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": "3"})
     assert env.launcher == "launch"
     assert (env.agent_store, env.restart_count, env.agent) == (True, 1, OF_AGENT)
     assert env.attempt == "j-1"
 
 
-def test_what_a_torchrun_has_left_in_the_shell_is_none():
+def test_leftovers_of_torchrun_are_no_launcher():
     assert read_rank_env({**FULL, "TORCHELASTIC_RUN_ID": "none"}).launcher == "environment"
 
 
-def test_agent_store_is_torchs_own_word_and_not_that_of_another_torchrun():
+def test_agent_store_is_used_only_if_this_launchers_torchrun_says_so():
     for word, expected in (("True", True), ("False", False)):
         assert read_rank_env({**AGENT, "TORCHELASTIC_USE_AGENT_STORE": word}).agent_store is expected
     assert read_rank_env({**FULL, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store is False
@@ -103,11 +103,11 @@ def test_agent_store_is_torchs_own_word_and_not_that_of_another_torchrun():
     (FULL, "rank 1 of 4 (local 0), master node0:29500; from environment"),
     ({**FULL, "MASTER_ADDR": "2001:db8::1"}, "rank 1 of 4 (local 0), master [2001:db8::1]:29500; from environment"),
 ], ids=["single", "node-known", "by-hand", "ipv6"])
-def test_describe_says_in_one_line_who_this_is(env: Env, line: str):
+def test_describe_names_the_rank_in_one_line(env: Env, line: str):
     assert describe(read_rank_env(env)) == line
 
 
-def test_options_stand_for_the_variables():
+def test_options_replace_the_variables():
     told = with_options({"HOME": "/h"}, init_method="tcp://node0:29400", rank=1, world_size=2)
     assert told == {"HOME": "/h", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
     assert with_options({"RANK": "1"}) == {"RANK": "1"}
@@ -116,13 +116,13 @@ def test_options_stand_for_the_variables():
 @pytest.mark.parametrize(("name", "environ"), [
     ("RANK", {"RANK": "0"}), ("WORLD_SIZE", {"WORLD_SIZE": "2"}), ("MASTER_ADDR", {"MASTER_ADDR": "a"}),
 ])
-def test_options_beside_the_variables_are_refused(name: str, environ: Env):
+def test_options_that_repeat_variables_are_refused(name: str, environ: Env):
     with pytest.raises(UserError, match=f"must be left out if {name}="):
         with_options(environ, init_method="tcp://node0:29400", rank=0, world_size=2)
 
 
-def test_a_world_size_without_a_rank_is_refused():
-    """Below srun the launcher's own count would win."""
+def test_world_size_without_a_rank_is_refused():
+    """Under srun the launcher's own count would win."""
     with pytest.raises(UserError, match="--world-size must come with --rank, got 2 alone"):
         with_options({}, world_size=2)
 
@@ -131,7 +131,7 @@ def test_a_world_size_without_a_rank_is_refused():
     ("LOCALHOST", True), ("127.8.8.8", True), ("::1", True), ("0.0.0.0", True),
     ("10.0.0.1", False), ("node0", False), ("", False), ("fe80::1%eth0", False),
 ])
-def test_loopback_is_every_name_and_address_of_the_machine_itself(host: str, expected: bool):
+def test_loopback_is_any_name_or_address_of_the_machine_itself(host: str, expected: bool):
     assert is_loopback(host) is expected
 
 
@@ -141,11 +141,11 @@ def test_loopback_is_every_name_and_address_of_the_machine_itself(host: str, exp
     ({"init_method": "file:///tmp/meeting", "rank": 0}, "WORLD_SIZE is"),
     ({"rank": 0, "world_size": 2}, "MASTER_ADDR MASTER_PORT are"),
 ])
-def test_what_options_leave_open_is_named_by_its_variable(given: dict[str, Any], missing: str):
+def test_value_missing_from_options_is_named_by_its_variable(given: dict[str, Any], missing: str):
     assert f" but {missing} not set. " in refusal(dict(with_options({}, **given)))
 
 
-def test_url_stands_for_the_variables(tmp_path: Path):
+def test_url_replaces_the_variables(tmp_path: Path):
     ipv6 = with_options({}, init_method="tcp://[fd00::1]:29400/", rank=0, world_size=1)
     assert (ipv6["MASTER_ADDR"], ipv6["MASTER_PORT"]) == ("fd00::1", "29400")
     by_file = with_options({}, init_method=f"file://{tmp_path}/a%20b", rank=1, world_size=2)
@@ -161,6 +161,6 @@ def test_url_stands_for_the_variables(tmp_path: Path):
     )),
     *((f"file:///{name}", "must name a file in an existing folder") for name in ("no/such/meeting", "tmp")),
 ])
-def test_url_of_another_kind_and_of_no_possible_file_is_refused(url: str, rule: str):
+def test_url_of_another_kind_or_an_impossible_file_is_refused(url: str, rule: str):
     with pytest.raises(UserError, match=f"--init-method {rule}"):
         with_options({}, init_method=url)

@@ -1,4 +1,4 @@
-"""Whatever happens to one rank, all end: within the bound, with the code of the cause, and with the culprit's name."""
+"""Whatever happens to one rank, all ranks end: within the bound, with the code of the cause, and naming the culprit."""
 
 import contextlib
 import json
@@ -19,11 +19,11 @@ from tests.rigs.jobs import lives, probe, result
 HOST = host_name()
 WORLD = 3
 WORKLOAD = "tests.rigs.faulting_workload"
-# Eight steps an epoch; the loss of the first step is call 3
+# 8 steps an epoch; the loss of the first step is call 3
 SETTINGS = (f"--workload={WORKLOAD}:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4",
             "--log-every-steps=1", "--save-every-steps=2", "--tensorboard=false",
             "--join-timeout-s=30", "--num-workers=1")
-SHORT = 8  # seconds; a step takes milliseconds, and a busy machine may hold up a process for some seconds
+SHORT = 8  # in seconds; a step takes milliseconds, and a busy machine may delay a process by some seconds
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
@@ -31,17 +31,17 @@ def train(run: Path, *more: str) -> tuple[str, ...]:
 
 
 def assert_named(job: Job, run: Path, culprit: int, *, among: list[int]) -> None:
-    """Each of those ranks names the culprit, and nobody else, in its output and in `status/`."""
+    """Assert that these ranks name only the culprit, in their output and in `status/`."""
     for rank in among:
         output = job.processes[rank].output
         named = re.findall(r"rank (\d+) on (\S+) \(", output)
-        assert named == [(str(culprit), HOST)], output  # once: the loop and the thread that watches notice it together
+        assert named == [(str(culprit), HOST)], output  # once, although loop and watching thread notice it together
         (file,) = run.glob(f"status/*/rank-{rank}.json")
         assert json.loads(file.read_text())["suspect"] == culprit
 
 
 def assert_nothing_left(job: Job) -> None:
-    """Each rank leads a session, and its DataLoader workers belong to it."""
+    """Assert that no process of the job is left. Each rank leads a session with its DataLoader workers."""
     sessions, left = {process.pid for process in job.processes}, []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError):
@@ -62,16 +62,16 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(("culprit", "order", "own", "code", "says"), [
     (1, {"raise": "ValueError"}, 1, 1, "ValueError: probe"),
-    # In the words of a lost peer, which is no reason to restart a fault
+    # This fault reads like a lost peer, but does not justify a restart
     (2, {"raise": "RuntimeError"}, 1, 1, "RuntimeError: NCCL error: probe"),
     (0, {"raise": "UserError"}, 2, 2, "error: probe"),
     (1, {"raise": "SystemExit"}, 1, 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too
-    # Its `code`, 404, is not an exit code
+    # The `code` of this exception, 404, is no exit code
     (1, {"raise": "HTTPError"}, 1, 1, "HTTPError: HTTP Error 404: probe"),
     (0, {"signal": "SIGKILL"}, -9, 171, ""),
     (1, {"signal": "SIGKILL"}, -9, 171, ""),
 ])
-def test_rank_that_fails_or_is_killed_ends_all_with_its_code_and_is_named(
+def test_failed_or_killed_rank_ends_all_and_is_named(
     culprit: int, order: dict[str, str], own: int, code: int, says: str, forks: Forks, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -80,10 +80,10 @@ def test_rank_that_fails_or_is_killed_ends_all_with_its_code_and_is_named(
     zero, one, two = (process.output.splitlines() for process in job.processes)
     for rank, lines in enumerate((zero, one, two)):
         assert all(line.startswith(f"[{HOST} r{rank}/{WORLD}] ") for line in lines), job.output
-    if order.get("raise") == "ValueError":  # others than rank 0 tell their own failure only
+    if order.get("raise") == "ValueError":  # ranks other than 0 print only their own failure
         assert len(zero) > 3
         assert "Traceback" in one[0]
-        # Where rank 1 takes long to end, the thread that watches ends rank 2, and names its stacks
+        # If rank 1 takes long to end, the watching thread ends rank 2, and names its stacks
         assert len([line for line in two if "the stacks of all threads" not in line]) == 1
     assert says in job.processes[culprit].output
     if own == -9:
@@ -99,7 +99,7 @@ def test_rank_that_fails_or_is_killed_ends_all_with_its_code_and_is_named(
 @pytest.mark.parametrize(("where", "call", "phase", "culprit"), [
     ("loss", 6, "step", 0), ("loss", 6, "step", 2), ("evaluate", 1, "evaluation", 1),
 ])
-def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_restart(
+def test_stopped_rank_is_found_by_the_deadline_and_the_job_resumes(
     where: str, call: int, phase: str, culprit: int, forks: Forks, undisturbed: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -110,7 +110,7 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
         for rank in others:
             assert job.processes[rank].ended.wait(240), job.output
             assert job.processes[rank].code == 171, job.output
-        # The other one's deadline may begin a second later: it then reads of the loss before its own is over
+        # Another rank's deadline may begin a second later. That rank then hears of the loss before its own deadline
         found = [rank for rank in others if f"{phase} (step" in job.processes[rank].output]
         assert found, job.output
         assert all("Thread 0x" in (run / "stacks" / f"rank-{rank}.txt").read_text() for rank in found)
@@ -123,11 +123,11 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
 
 @pytest.mark.parametrize(
     ("where", "call", "culprit", "method"),
-    # Rank 0 takes the store along, which then answers nobody. With fsdp all ranks give their part to a checkpoint
+    # Rank 0 takes the store with it, which then does not answer. With fsdp all ranks write parts of a checkpoint
     [("loss", 6, 2, "ddp"), ("loss", 6, 0, "ddp"), ("save", 2, 0, "ddp"), ("save", 2, 2, "fsdp"),
-     ("evaluate", 1, 2, "fsdp")],  # whose forward is a collective
+     ("evaluate", 1, 2, "fsdp")],  # the forward pass is a collective
 )
-def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(
+def test_rank_without_heartbeats_is_found_long_before_a_deadline(
     where: str, call: int, culprit: int, method: str, forks: Forks, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -143,19 +143,19 @@ def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(
         assert_named(job, run, culprit, among=others)
 
 
-def test_rank_0_that_saves_for_long_is_not_silent(forks: Forks, tmp_path: Path) -> None:
+def test_rank_0_in_a_long_save_is_not_silent(forks: Forks, tmp_path: Path) -> None:
     order = probe("save", 2, 0, sleep_s=12)
     preload = "tests.group.test_deadlines:accept_little_silence"
     forks.ends(*train(tmp_path / "run"), world_size=WORLD, env=order, preload=preload)
 
 
 def accept_little_silence() -> None:
-    timing.SILENT_S = 10.0  # heartbeats come each second
+    timing.SILENT_S = 10.0  # heartbeats come every second
     probe_saves()
 
 
-def test_rank_that_is_the_last_to_find_out_names_itself(forks: Forks, tmp_path: Path) -> None:
-    """When it looks for a culprit, the ranks that waited for it have left, and the store has ended with rank 0."""
+def test_culprit_that_wakes_last_names_itself(forks: Forks, tmp_path: Path) -> None:
+    """By then the ranks that waited for it have left, and the store has ended with rank 0."""
     run = tmp_path / "run"
     order = probe("build", 1, 1, signal="SIGSTOP", sleep_s=1000)
     line = train(run, f"--setup-timeout-s={SHORT}", "--num-workers=0")
@@ -171,7 +171,7 @@ def test_rank_that_is_the_last_to_find_out_names_itself(forks: Forks, tmp_path: 
 @pytest.mark.parametrize(("where", "call", "phase", "setting", "culprit"), [
     ("build", 1, "setup", "setup", 1), ("data", 6, "step", "step", 0), ("loss", 6, "step", "step", 1),
 ])
-def test_rank_that_works_too_long_is_named_by_the_others_and_by_itself(
+def test_rank_that_takes_too_long_is_named_by_all(
     where: str, call: int, phase: str, setting: str, culprit: int, forks: Forks, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -179,15 +179,15 @@ def test_rank_that_works_too_long_is_named_by_the_others_and_by_itself(
     line = train(run, f"--{setting}-timeout-s={SHORT}", "--num-workers=0")
     with forks.running(*line, world_size=WORLD, env=order) as job:
         assert job.wait() == [171] * WORLD, job.output
-    assert f"{phase} (step" in job.output  # said by the rank that found out first
-    # Where all ranks are, in one line, and each one's stacks
+    assert f"{phase} (step" in job.output  # printed by the first rank that noticed
+    # One line says where each rank is, and files have the stacks
     assert re.search(rf"rank {culprit}: .*faulting_workload\.py:\d+ probe\b", job.processes[culprit].output)
     for rank in range(WORLD):
         assert "Thread 0x" in (run / "stacks" / f"rank-{rank}.txt").read_text()
     assert_named(job, run, culprit, among=list(range(WORLD)))
 
 
-def test_deadline_ends_a_rank_whose_reader_has_gone(forks: Forks, tmp_path: Path) -> None:
+def test_deadline_ends_a_rank_whose_output_has_no_reader(forks: Forks, tmp_path: Path) -> None:
     line = train(tmp_path / "run", f"--step-timeout-s={SHORT}", "--num-workers=0")
     (code,), _ = forks.run(*line, env=probe("loss", 6, 0, sleep_s=1000), preload=f"{WORKLOAD}:lose_reader")
     assert code == 171
@@ -198,23 +198,23 @@ def test_rank_0_that_saves_too_long_is_named(forks: Forks, tmp_path: Path) -> No
     line = train(run, f"--save-timeout-s={SHORT}")
     with forks.running(*line, world_size=WORLD, preload=f"{WORKLOAD}:slow_save") as job:
         assert job.wait() == [171] * WORLD, job.output
-    # Said by the rank that found out first; the others read it from that one
+    # Printed by the first rank that noticed; the others hear it from there
     assert f"save (step 4) took longer than {SHORT} s" in job.output
     assert_named(job, run, 0, among=list(range(WORLD)))
     assert "faulting_workload.py" in (run / "stacks" / "rank-0.txt").read_text()
 
 
-def test_hang_that_holds_the_interpreter_lock_ends_as_worth_a_restart(forks: Forks, tmp_path: Path) -> None:
+def test_hang_that_holds_the_interpreter_lock_permits_a_restart(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     order = probe("loss", 6, 1, hold_s=1000)
     line = train(run, f"--step-timeout-s={SHORT}")
     with forks.running(*line, world_size=WORLD, env=order, preload=f"{WORKLOAD}:impatient") as job:
-        assert job.wait() == [171, -14, 171], job.output  # 142 as a shell counts it
+        assert job.wait() == [171, -14, 171], job.output  # -14 is 142 in a shell
     assert_named(job, run, 1, among=[0, 2])
     assert "in probe" in job.processes[1].output
 
 
-def test_disk_that_hangs_after_a_failure_keeps_neither_the_rank_nor_its_code(forks: Forks, tmp_path: Path) -> None:
+def test_disk_that_hangs_after_a_failure_delays_no_exit_and_changes_no_code(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     order = probe("loss", 6, 1, **{"raise": "UserError"})
     with forks.running(*train(run), world_size=WORLD, env=order, preload=f"{WORKLOAD}:stuck_disk") as job:

@@ -1,4 +1,4 @@
-"""Which device a rank takes, on machines made up here."""
+"""Which device a rank takes, on simulated machines."""
 
 import pytest
 import torch
@@ -21,10 +21,10 @@ MISSING = 'device must be one this machine has, got "{}"'
     (0, "cuda", 0, MISSING.format("cuda")),
     (0, "no_such_kind", 0, MISSING.format("no_such_kind")),
 ])
-def test_each_local_rank_takes_the_device_of_its_number(
+def test_each_local_rank_takes_the_device_with_its_number(
     monkeypatch: pytest.MonkeyPatch, count: int, wanted: str | None, rank: int, taken: str
 ) -> None:
-    """Of `count` that are visible."""
+    """`count`: the number of visible devices."""
     found = torch.device("cuda") if count else None
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
@@ -37,5 +37,5 @@ def test_each_local_rank_takes_the_device_of_its_number(
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:0", "cpu:gloo,cuda:nccl")])
-def test_gloo_is_beside_the_devices_own_backend(device: str, backend: str):
+def test_gloo_is_used_beside_the_devices_own_backend(device: str, backend: str):
     assert pick_backend(torch.device(device)) == backend

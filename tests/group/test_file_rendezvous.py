@@ -1,4 +1,4 @@
-"""--init-method: ranks that meet by a file, and what an earlier run left in it."""
+"""--init-method: ranks that meet through a file, and files that earlier runs left."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def start(forks: Forks, file: Path, rank: int, *more: str) -> Job:
 
 
 def finish(forks: Forks, file: Path) -> str:
-    """Both ranks, the one that has to find the other first: their output."""
+    """Run both ranks, first the one that must find the other. Return their output."""
     jobs = [start(forks, file, rank) for rank in (1, 0)]
     codes = [job.wait() for job in jobs]
     output = "\n".join(job.output for job in jobs)
@@ -27,7 +27,7 @@ def finish(forks: Forks, file: Path) -> str:
     return output
 
 
-def test_file_is_gone_once_the_ranks_have_met(forks: Forks, tmp_path: Path) -> None:
+def test_file_is_removed_once_the_ranks_have_met(forks: Forks, tmp_path: Path) -> None:
     output = finish(forks, tmp_path / "meeting")
     assert f"rank 0 of 2 (local 0), meeting through {tmp_path}/meeting; from environment" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
@@ -43,10 +43,10 @@ def test_file_of_a_killed_run_is_replaced(forks: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "why"), [
-    ('{"rankup": ["127.0.0.1", 1]}', "127.0.0.1:1 refuses the connection"),  # an earlier run's
-    ("", "rank 0 has not left its address in "),  # as mktemp makes it
+    ('{"rankup": ["127.0.0.1", 1]}', "127.0.0.1:1 refuses the connection"),  # from an earlier run
+    ("", "rank 0 has not left its address in "),  # an empty file, as mktemp makes it
 ])
-def test_file_that_leads_to_nobody_is_no_endless_wait(forks: Forks, tmp_path: Path, content: str, why: str) -> None:
+def test_file_without_a_live_rank_0_is_no_endless_wait(forks: Forks, tmp_path: Path, content: str, why: str) -> None:
     (tmp_path / "meeting").write_text(content)
     job = start(forks, tmp_path / "meeting", 1, "--join-timeout-s", "2")
     assert job.wait() == [170]
@@ -56,7 +56,7 @@ def test_file_that_leads_to_nobody_is_no_endless_wait(forks: Forks, tmp_path: Pa
 
 @pytest.mark.parametrize("content", ["my thesis", "[]", '{"rankup": 1}'])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_file_of_somebody_else_is_left_alone(forks: Forks, tmp_path: Path, content: str, rank: int) -> None:
+def test_file_with_other_content_is_left_alone(forks: Forks, tmp_path: Path, content: str, rank: int) -> None:
     file = tmp_path / "precious"
     file.write_text(content)
     job = start(forks, file, rank)

@@ -1,4 +1,4 @@
-"""The collectives over host memory: what arrives, and that nothing that arrives is run."""
+"""The collectives on host memory: which values arrive, and that no received data is executed."""
 
 import os
 import pickle
@@ -23,7 +23,7 @@ ROWS = [{"accuracy": 0.1 + 0.2, "name": "größe", "none": None, "list": [1, [2.
 
 
 def exchange() -> None:
-    """In each of the forked ranks: `check` in a real group."""
+    """In each forked rank: run `check` in a real group."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     check(group_of(rank, world_size))
@@ -40,7 +40,7 @@ def check(group: Group) -> None:
     assert group.gather((rank, "x" * rank)) == [[each, "x" * each] for each in ranks]
     for source in ranks:
         assert group.broadcast(ROWS if rank == source else {"not": "looked at"}, source=source) == ROWS
-        data = bytes(range(256)) * 1000 * source  # of rank 0: none
+        data = bytes(range(256)) * 1000 * source  # rank 0 sends nothing
         assert group.broadcast_bytes(data if rank == source else b"other", source=source) == data
 
     state = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(5, 3)}}, "lr": 0.1, "betas": (0.9, 0.99)}
@@ -74,12 +74,12 @@ def test_values_arrive_as_they_were_sent_on_three_ranks(forks: Forks):
     forks.ends(world_size=3, preload="tests.group.test_group:exchange")
 
 
-def test_one_rank_gets_what_it_would_get_among_several():
+def test_one_rank_alone_gets_the_same_as_among_several():
     check(group_of(0, 1))
 
 
 @pytest.mark.parametrize("write", [lambda value: pickle.dumps(value, protocol=2), _packed])
-def test_what_arrives_in_place_of_tensors_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any):
+def test_data_received_instead_of_tensors_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any):
     monkeypatch.chdir(tmp_path)
     sent = write(Evil(tmp_path / "ran"))
     group = group_of(0, 1)

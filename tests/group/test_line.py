@@ -1,5 +1,5 @@
-"""Which rank caused the end: from what the line says, and from where the others were. Whole jobs are in
-`test_rendezvous` and `test_deadlines`."""
+"""Which rank caused the end: from the agent's messages, and from the places of the others. `test_rendezvous` and
+`test_deadlines` run whole jobs."""
 
 import itertools
 import logging
@@ -30,12 +30,12 @@ def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
 
 
 def heartbeat(rank: int, *, waiting: bool = True, silent_s: float = 0.0) -> dict[str, Any]:
-    """`silent_s`: how old the last heartbeat is as the deadline passes; 0: one comes whenever somebody asks."""
+    """`silent_s`: the age of the last heartbeat when the deadline passes; 0: a heartbeat comes with each answer."""
     return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "silent_s": silent_s}
 
 
 class AlsoAsked(threading.Event):
-    """Whoever asks anew waits for an answer to come after that."""
+    """Whoever asks again waits for a new answer."""
 
     def wait(self, timeout: float | None = None) -> bool:
         there = super().wait(timeout)
@@ -58,18 +58,18 @@ ALL_WAIT = [heartbeat(rank) for rank in (0, 2, 3)]
     ([], None, [heartbeat(0), heartbeat(2, waiting=False), heartbeat(3)], True,
      "suspected: rank 2 on node1 (is alive, in step at step 7)"),
     ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
-    # Stopped a moment before: it still seems to wait, or to be alive
+    # Stopped a moment ago, so that the rank still seems to wait, or to be alive
     ([], None, [heartbeat(0), heartbeat(2), heartbeat(3, silent_s=0.1)], True,
      "suspected: rank 3 on node1 (sent no heartbeat)"),
     ([], None, [heartbeat(0), heartbeat(2, waiting=False, silent_s=0.1), heartbeat(3)], True,
      "suspected: rank 2 on node1 (sent no heartbeat)"),
 ])
-def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others_are(
+def test_suspect_is_named_from_messages_and_from_the_other_ranks_places(
     heard: list[dict[str, Any]], late: dict[str, Any] | None, heartbeats: list[dict[str, Any]] | None, waiting: bool,
     text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a rank whose deadline has passed. Who else is named, and that none waits for an answer: `test_deadlines`.
-    The machine's clock is set meanwhile, and another thread asks as well."""
+    """Called by a rank whose deadline has passed. `test_deadlines` tests the other ranks, and that no rank waits for an
+    answer. The machine's clock changes meanwhile, and another thread asks too."""
     watch, passed_s, hours = watchdog_of(1, waiting=waiting), time.monotonic(), itertools.count(9, -1)
     watch._answered = AlsoAsked()
     clock = SimpleNamespace(time=lambda: 3600.0 * next(hours), monotonic=time.monotonic)
@@ -78,13 +78,13 @@ def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others
     monkeypatch.setattr(timing, "ALIVE_S", 0.1)
 
     def say(kind: str) -> bool:
-        """What the others answer to `ask` is `heartbeats`; None: nobody answers. `late`: comes meanwhile."""
+        """The others answer `ask` with `heartbeats`, or not at all if it is None. `late` arrives meanwhile."""
         if late is not None:
             watch.on_message(late)
         if heartbeats is not None:
             late_s = time.monotonic() - passed_s
             ranks = [{**each, "ago_s": each["silent_s"] and each["silent_s"] + late_s} for each in heartbeats]
-            time.sleep(0.2)  # the answer is on its way
+            time.sleep(0.2)  # the answer is under way
             watch.on_message({"is": "ranks", "ranks": ranks})
         return heartbeats is not None
 
@@ -94,7 +94,7 @@ def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others
     assert describe(watch.suspects(overdue=True), watch.hosts) == text
 
 
-def test_the_loop_says_nothing_once_the_thread_that_watches_is_ending_the_process(monkeypatch: pytest.MonkeyPatch):
+def test_loop_prints_nothing_while_the_watching_thread_ends_the_process(monkeypatch: pytest.MonkeyPatch):
     watch = watchdog_of(1, waiting=True)
     watch.connect(SimpleNamespace(send=lambda kind: False), ["node0"] * 4)
     watch.on_message(GONE)
@@ -107,8 +107,8 @@ def test_the_loop_says_nothing_once_the_thread_that_watches_is_ending_the_proces
     assert loop.is_alive()
 
 
-def test_others_leave_for_a_stop_once_rank_0_has_kept_the_state(monkeypatch: pytest.MonkeyPatch):
-    """Else its loop may find first that they are gone, and keep the state in memory alone."""
+def test_others_leave_for_a_stop_after_rank_0_has_saved(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise the loop of rank 0 may first notice that they are gone, and keep the state only in memory."""
     watch, left = watchdog_of(1, waiting=True), list[int]()
     watch.connect(SimpleNamespace(send=lambda kind: False), ["node0"] * 4)
     watch.protect(SimpleNamespace(save_for_stop=lambda: "saved"), timeout_s=60.0)
@@ -125,7 +125,7 @@ def test_others_leave_for_a_stop_once_rank_0_has_kept_the_state(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("leaves", [lambda watch: watch.exit_within(PEER_LOST), Watchdog.settle], ids=["fault", "stop"])
-def test_a_stop_ends_no_process_whose_loop_leaves_by_itself(leaves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_does_not_end_a_process_whose_loop_is_leaving(leaves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     watch, left = watchdog_of(1, waiting=True), list[int]()
     monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
     monkeypatch.setattr(watchdog, "leave", lambda code, *_, **__: left.append(code))
@@ -135,14 +135,14 @@ def test_a_stop_ends_no_process_whose_loop_leaves_by_itself(leaves: Any, monkeyp
     assert left == []
 
 
-def test_the_state_is_kept_once_whoever_looks_for_suspects() -> None:
+def test_state_is_rescued_only_once() -> None:
     watch, kept = watchdog_of(1, waiting=True), list[int]()
     watch.protect(SimpleNamespace(rescue=lambda: kept.append(1)), timeout_s=60.0)
     assert (watch.suspects(), watch.suspects(), kept) == ([], [], [1])
 
 
-def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
-    """Else a name that only a resolver knows leads nowhere."""
+def test_name_of_a_launchers_store_is_resolved_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise a name that only a resolver knows would not work."""
     connected: list[str] = []
     monkeypatch.setattr("rankup.group.member.TCPStore", lambda ip, *_, **__: connected.append(ip))
     with socket.create_server(("127.0.0.1", 0)) as store:

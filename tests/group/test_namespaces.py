@@ -1,8 +1,7 @@
-"""Two machines, made of namespaces, with the networks that users meet: names that resolve to 127.0.1.1, second
-interfaces, firewalls, names and routes that do not exist, cables that are pulled.
+"""Two machines, made of namespaces, with networks that users meet: names that resolve to 127.0.1.1, second interfaces,
+firewalls, names and routes that do not exist, cables that are pulled.
 
-The cases run side by side, each on a pair of machines of its own.
-"""
+All cases run at the same time, each on its own pair of machines."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ from tests.rigs.namespaces import Net, Node
 from tests.rigs.single_rank import NOISE, TINY, Rank, Starter, all_said, starting
 
 PORT = 29400
-SHORT_S = 5  # where ranks never meet
-LONG_S = 60  # where they do: what follows is bounded by itself
+SHORT_S = 5  # if ranks never meet
+LONG_S = 60  # if they meet: what follows has bounds of its own
 
 
 @dataclass
 class Case:
-    """A pair of machines, and the ranks on them."""
+    """A pair of machines with their ranks."""
 
     name: str
     pair: Net
@@ -38,7 +37,7 @@ class Case:
         self.ranks.append(self.starter(rank, world_size, PORT, self.name, *arguments, join_s=join_s, **env))
 
     def both(self, *arguments: str, **more: str | float) -> None:
-        """A rank on each machine, rank 0 on the first."""
+        """Start one rank on each machine, rank 0 on the first."""
         for node in (0, 1):
             self.rank(node, 2, node, *arguments, **more)  # type: ignore[arg-type]
 
@@ -48,7 +47,7 @@ CASES: dict[str, tuple[Begin, int, tuple[str | tuple[str, str], ...]]] = {}
 
 
 def case(code: int, *texts: str | tuple[str, str]) -> Callable[[Begin], Begin]:
-    """All ranks end with `code`, and say each of the texts; of a pair each rank says its own."""
+    """All ranks must end with `code` and print each of the texts. Of a pair, each rank prints its own."""
 
     def add(begin: Begin) -> Begin:
         CASES[begin.__name__] = begin, code, texts
@@ -59,7 +58,7 @@ def case(code: int, *texts: str | tuple[str, str]) -> Callable[[Begin], Begin]:
 
 @pytest.fixture(scope="module")
 def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
-    """All cases, running side by side."""
+    """All cases, which run at the same time."""
     folder = tmp_path_factory.mktemp("machines")
     with ExitStack() as stack:
         begun = {}
@@ -73,12 +72,12 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         yield begun
 
 
-# Machines that have all they need -----------------------------------------------------------------------------
+# Machines without a problem ------------------------------------------------------------------------------------
 
 
 @case(0)
 def by_name(case: Case) -> None:
-    # On node0 itself the name is 127.0.1.1: rank 0 and rank 1 see no address of theirs that would serve the others
+    # On node0 the name resolves to 127.0.1.1: ranks 0 and 1 see none of their addresses that others can use
     for rank, node in ((0, 0), (1, 0), (2, 1), (3, 1)):
         case.rank(rank, 4, node, addr="node0", LOCAL_RANK=str(rank % 2))
 
@@ -95,7 +94,7 @@ def ipv4_and_few_open_ports_alone(case: Case) -> None:
     for node in case.pair.nodes:
         node.run("sysctl -qw net.ipv6.conf.all.disable_ipv6=1 net.ipv4.ip_local_port_range='40000 40050'")
         firewall(node, "DROP", f"{PORT},40000:40050")
-    # gloo's higher address listens, the lower one calls: each has to be tried as the one that names itself 127.0.1.1
+    # gloo lets the higher address listen and the lower one call, so try both as the one that calls itself 127.0.1.1
     case.rank(0, 2, 1, addr="192.168.77.2")
     case.rank(1, 2, 0, addr="192.168.77.2")
 
@@ -136,7 +135,7 @@ def launched(case: Case, *, master_addr: str = "node0") -> None:
 
 
 def know_no_names(case: Case) -> None:
-    """No file has the machines' addresses, as in most clusters, and each question is counted on its way to nowhere."""
+    """Remove the machines' addresses from /etc/hosts, as in most clusters, and count the queries to a dead resolver."""
     for node in case.pair.nodes:
         node.hosts_file.write_text("127.0.0.1 localhost\n")
         node.lookup_file.write_text("hosts: files dns\n")
@@ -145,7 +144,7 @@ def know_no_names(case: Case) -> None:
 
 
 def firewall(node: Node, action: str, ports: str = str(PORT)) -> None:
-    """Let in what goes to these ports, and answers from the master's."""
+    """Accept connections to these ports, and answers from the master's port."""
     node.run(
         "iptables -w -A INPUT -i lo -j ACCEPT",
         f"iptables -w -A INPUT -p tcp -m multiport --dports {ports} -j ACCEPT",
@@ -224,7 +223,7 @@ def pulled_cable(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_machines_train_or_say_on_each_rank_what_is_in_the_way(cases: dict[str, Case], name: str) -> None:
+def test_machines_train_or_each_rank_names_the_problem(cases: dict[str, Case], name: str) -> None:
     _, code, texts = CASES[name]
     said = all_said(cases[name].ranks, code)
     for text in texts:
@@ -238,7 +237,7 @@ def test_machines_train_or_say_on_each_rank_what_is_in_the_way(cases: dict[str, 
 
 
 @pytest.mark.parametrize("name", ["silent_resolver", "launched_with_a_silent_resolver"])
-def test_no_name_is_looked_up_where_an_address_is_known(cases: dict[str, Case], name: str) -> None:
+def test_no_name_is_resolved_if_an_address_is_known(cases: dict[str, Case], name: str) -> None:
     all_said(cases[name].ranks, 0)
     for node in cases[name].pair.nodes:
         (rule,) = [line.split() for line in node.run("iptables -w -nvxL OUTPUT").splitlines() if "udp dpt:53" in line]

@@ -1,9 +1,8 @@
-"""Joining: whoever is missing, double, different or in the way is named, on every rank, within the bound, with the
-right code.
+"""Joining: ranks that are missing, double, different or in the way are named on every rank, in time, with the right
+code.
 
-Real processes. The failures run side by side, as each mostly waits for its deadline. Why rank 0 is not there:
-tests/agent/test_meeting.py; on machines of their own: test_namespaces.py.
-"""
+Real processes. The failures run at the same time, because most of them only wait. test_leader_connection.py tests why
+rank 0 is not there, and test_namespaces.py separate machines."""
 
 import asyncio
 import contextlib
@@ -26,7 +25,7 @@ from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import environment, free_port, wait_for
 from tests.rigs.single_rank import BOUND_S, NOISE, TINY, Rank, Starter, all_said, starting
 
-JOIN_S = 10  # where ranks never meet; the others have a minute: two dozen ranks start beside each other
+JOIN_S = 10  # if ranks never meet. Others get a minute, because two dozen ranks start at the same time
 HOST = host_name()
 
 
@@ -41,7 +40,7 @@ def begin(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 @pytest.fixture(scope="module")
 def web_server() -> Iterator[int]:
-    """Port of a service that is not ours."""
+    """The port of a service that is not rankup's."""
     port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"], env=environment(),
@@ -54,7 +53,7 @@ def web_server() -> Iterator[int]:
 
 
 def wait_for_port(port: int) -> None:
-    """Wait until a process listens there."""
+    """Wait until a process listens on the port."""
 
     def listens() -> bool:
         with socket.socket() as probe:
@@ -64,7 +63,7 @@ def wait_for_port(port: int) -> None:
 
 
 def wait_for_connection(rank: Rank, port: int) -> None:
-    """Wait until it has reached rank 0, which has greeted it: who comes later is greeted later."""
+    """Wait until rank 0 has greeted this rank. Ranks that connect later are greeted later."""
     wait_for(f"a connection to {port}", lambda: any(
         each.raddr and each.raddr.port == port and each.status == psutil.CONN_ESTABLISHED
         for each in psutil.Process(rank.processes[0].pid).net_connections("tcp")
@@ -75,7 +74,7 @@ def wait_for_connection(rank: Rank, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def failures(begin: Starter, web_server: int) -> dict[str, tuple[int, list[Rank]]]:
-    """All cases at once: their port and their ranks."""
+    """All cases at once, with their ports and ranks."""
     ports = {name: free_port() for name in ("missing", "double", "sizes", "settings", "taken", "stopped")}
     ports["web"] = web_server
 
@@ -93,7 +92,7 @@ def failures(begin: Starter, web_server: int) -> dict[str, tuple[int, list[Rank]
         "double": case("double", (0, 3), (1, 3), (1, 3)),
         "sizes": case("sizes", (0, 2), (1, 4)),
         "settings": case("settings", (0, 3), (1, 3, "--lr 0.5 --seed 3"), (2, 3)),
-        "taken": [begin(0, 2, ports["taken"], "taken", join_s=3 * JOIN_S)],  # there when the second gives up
+        "taken": [begin(0, 2, ports["taken"], "taken", join_s=3 * JOIN_S)],  # still there when the second gives up
         "web": case("web", (0, 2), (1, 2), join_s=JOIN_S),
     }
     wait_for_port(ports["taken"])
@@ -132,22 +131,22 @@ def failures(begin: Starter, web_server: int) -> dict[str, tuple[int, list[Rank]
         ]),
     ],
 )
-def test_what_is_in_the_way_is_named_on_all_ranks(
+def test_problem_is_named_on_all_ranks(
     failures: dict[str, tuple[int, list[Rank]]], name: str, code: int, texts: list[str | tuple[str, str]]
 ) -> None:
-    """Of a pair each rank says its own."""
+    """Of a pair, each rank prints its own text."""
     port, ranks = failures[name]
     said = all_said(ranks, code)
     facts = {"port": port, "host": HOST, "pid": [rank.processes[0].pid for rank in ranks]}
     for text in texts:
         for rank, own in enumerate(said):
             assert (text if isinstance(text, str) else text[rank]).format(**facts) in own
-    if name == "missing":  # one rank of the host prints an error of all
+    if name == "missing":  # one rank of the host prints the error for all
         assert sum("has not joined" in rank.processes[0].output for rank in ranks) == 1
     assert name != "settings" or not any("setting model" in own for own in said)
 
 
-def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp_path: Path):
+def test_another_version_of_the_program_is_named(begin: Starter, tmp_path: Path):
     for changed in ("rankup/errors.py", "train/loop.py"):
         folder = Path(changed).parts[0]
         shutil.copytree(jobs.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "samples"))
@@ -162,8 +161,8 @@ def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp
         assert re.search(rf"rank 1 on {HOST} .*{code} must be \w+, got \w+", first.output), first.output
 
 
-def test_code_is_compared_as_it_was_imported(forks: Forks, tmp_path: Path):
-    """A rank that is forked anew after `git pull` runs what its server imported, as the ranks that it meets do."""
+def test_imported_code_is_compared_not_the_files(forks: Forks, tmp_path: Path):
+    """A rank that is forked after `git pull` runs the server's imported code, as the other ranks do."""
     pulled = tmp_path / "train" / "group.py"
     pulled.parent.mkdir(parents=True)
     pulled.touch()
@@ -177,24 +176,24 @@ def test_code_is_compared_as_it_was_imported(forks: Forks, tmp_path: Path):
 
 
 def finished(*ranks: Rank, noise: re.Pattern[str] = NOISE) -> None:
-    """All ended well, and said nothing that would alarm a user."""
+    """Assert that all ranks ended well, and printed nothing that would alarm a user."""
     said = "\n".join(all_said([*ranks], 0))
     assert not noise.search(said), said
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_killed_while_joining_takes_its_place_again(begin: Starter, killed: int):
+def test_rank_killed_while_joining_can_join_again(begin: Starter, killed: int):
     port, name = free_port(), f"again-{killed}"
     ranks = [begin(rank, 3, port, name) for rank in (0, 1)]
     wait_for_connection(ranks[1], port)
     ranks.pop(killed).processes[0].signal("SIGKILL")
     ranks.append(begin(2, 3, port, name))
     if killed:
-        wait_for_connection(ranks[1], port)  # now every rank is in the roster, but one is dead
+        wait_for_connection(ranks[1], port)  # now rank 0 knows every rank, but one is dead
     finished(*ranks, begin(killed, 3, port, name))
 
 
-def test_a_signal_ends_a_join_at_once(begin: Starter):
+def test_signal_ends_a_join_at_once(begin: Starter):
     port = free_port()
     ranks = [begin(rank, 3, port, "signal", join_s=3600) for rank in (0, 1)]
     wait_for_connection(ranks[1], port)
@@ -214,17 +213,17 @@ def endless(begin: Starter) -> Iterator[tuple[int, list[Rank]]]:
     Job([rank.processes[0] for rank in ranks]).kill()
 
 
-def test_a_rank_too_many_is_told_who_has_its_place(begin: Starter, endless: tuple[int, list[Rank]]):
+def test_rank_that_is_double_is_told_the_owner_of_its_place(begin: Starter, endless: tuple[int, list[Rank]]):
     port, ranks = endless
     late = begin(1, 2, port, "late", join_s=JOIN_S)
     assert late.wait() == [170]
     pid = ranks[1].processes[0].pid
     assert f"rank 1 was claimed twice: by rank 1 on {HOST} (pid {pid}) and by " in late.output
-    assert [rank.processes[0].code for rank in ranks] == [None, None], "the job must not notice"
+    assert [rank.processes[0].code for rank in ranks] == [None, None], "the surplus rank ended the job"
 
 
 async def never_takes_others(port: int) -> None:
-    """Until the process of the leader at `port` ends, its job runs or is over."""
+    """Assert that the job at `port` runs or is over, until its leader's process ends."""
     with contextlib.suppress(OSError):
         while True:
             with contextlib.closing(await Link.connect("127.0.0.1", port)) as link:
@@ -233,7 +232,7 @@ async def never_takes_others(port: int) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Starter, endless: tuple[int, list[Rank]]):
+def test_rank_that_meets_a_dying_attempt_waits_for_the_next(begin: Starter, endless: tuple[int, list[Rank]]):
     port, (main, lost) = endless
     lost.processes[0].signal("SIGKILL")
     early = begin(1, 2, port, "next")
@@ -243,8 +242,8 @@ def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Starter, en
     finished(early, begin(0, 2, port, "next"), noise=re.compile("Traceback"))
 
 
-def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(begin: Starter):
-    """torchrun's agent whose rank failed counts a restart, the one that follows it does not."""
+def test_fresh_run_survives_a_restart_that_only_one_node_counts(begin: Starter):
+    """torchrun's agent with the failed rank counts a restart. The agent that follows does not."""
     torchrun = {"TORCHELASTIC_RUN_ID": "test", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     for restarts, more in (("0", ()), ("1", ("--fresh", "--max-steps", "2"))):
         port, ranks = free_port(), list[Rank]()

@@ -1,4 +1,4 @@
-"""Where a thread is, in a few words. What stands in a file of stacks: tests/observe/test_stacks.py."""
+"""The place of a thread, in a few words. tests/observe/test_stacks.py tests the files with stacks."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ TORCH = "/usr/lib/python3/dist-packages/torch"
          f'"{TORCH}/distributed/c10d_logger.py", line 83 in wrapper', '"/me/train.py", line 40 in main'],
         "all_reduce (train.py:40 main)",
     ),
-    (  # torch's functions call each other: what the program has called is named
+    (  # torch's functions call each other: name the one that the program called
         [f'"{TORCH}/distributed/distributed_c10d.py", line 900 in _store_based_barrier',
          f'"{TORCH}/distributed/distributed_c10d.py", line 1700 in init_process_group',
          '"/me/train.py", line 3 in <module>'],
@@ -29,8 +29,8 @@ TORCH = "/usr/lib/python3/dist-packages/torch"
     ),
     (['"/venv/lib/python3.12/site-packages/train/loop.py", line 8 in step'], "loop.py:8 step"),  # installed
 ])
-def test_place_names_what_is_called_and_who_calls(stack: list[str], where: str) -> None:
-    """Of whole jobs: tests/observe/test_stacks.py."""
+def test_place_names_the_called_function_and_its_caller(stack: list[str], where: str) -> None:
+    """tests/observe/test_stacks.py tests this in whole jobs."""
     frames = "".join(f"  File {frame}\n" for frame in stack)
     other = 'Thread 0x7f00 (most recent call first):\n  File "/me/other.py", line 1 in look\n'
     text = f"{other}\nCurrent thread 0x7f01 (most recent call first):\n{frames}"
@@ -91,12 +91,12 @@ over = True
 
 
 @pytest.mark.parametrize("beside", [LOOKS, STARTS], ids=["garbage is collected", "threads start in C"])
-def test_own_place_is_looked_up_while(beside: str) -> None:
-    """Python 3.11 could read what was no frame any more, or no thread yet, or stand still for good."""
+def test_own_place_is_found_while(beside: str) -> None:
+    """Python 3.11 could read a frame or thread that was no longer or not yet valid, or hang forever."""
     done = subprocess.run([sys.executable, "-c", beside], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_ranks_in_one_place_share_a_line() -> None:
+def test_ranks_in_the_same_place_share_a_line() -> None:
     assert compare({0: "a", 1: "a", 2: "b", 3: "a"}) == ["ranks 0-1, 3: a", "rank 2: b"]
     assert (in_phase("step", 412), in_phase("save", 412), in_phase("", 0)) == (" of step 413", " in save", "")

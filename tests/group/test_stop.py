@@ -1,4 +1,4 @@
-"""A stop request, whenever and wherever it comes: a checkpoint of that step, 143, and on to the same weights."""
+"""A stop request at any time and place: the ranks save that step, end with 143, and resume to the same weights."""
 
 import json
 import multiprocessing
@@ -25,7 +25,7 @@ SETTINGS = ("--workload", "tests.rigs.faulting_workload:build", "--batch-size", 
             "--eval-batch-size", "4", "--log-every-steps", "1", "--tensorboard=false", "--keep", "99",
             "--join-timeout-s", "30")
 TOTAL = 32
-AT_THE_END = ("--evaluate-every-epochs", "4")  # no evaluation on the way, where a signal would be seen too
+AT_THE_END = ("--evaluate-every-epochs", "4")  # no evaluation before, where a signal would also be seen
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ def train(run: Path, *more: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """World size -> digest of the final weights of a run that nobody stopped."""
+    """The digest of the final weights of an undisturbed run, by world size."""
     digests = {}
     for world_size in (1, 2):
         run = tmp_path_factory.mktemp("undisturbed") / "run"
@@ -48,7 +48,7 @@ def steps(run: Path) -> list[int]:
 
 
 def assert_stopped(run: Path, codes: list[int], output: str, *, at_least: int) -> int:
-    """All ranks stopped at the same step, which is saved. Returns it."""
+    """Assert that all ranks stopped at the same step, which is saved. Return the step."""
     assert codes == [143] * len(codes), output
     assert "Traceback" not in output
     summary = status(run)
@@ -79,11 +79,11 @@ def lines(run: Path, key: str) -> list[dict[str, Any]]:
     return [entry for entry in metrics(run) if key in entry]
 
 
-# Where it comes -----------------------------------------------------------------------------------------------
+# Moments of the signal -----------------------------------------------------------------------------------------
 
 
 def test_signal_in_training_saves_that_step(forks: Forks, undisturbed: dict[int, str], tmp_path: Path) -> None:
-    """Although an asyncio loop of the user's takes signals."""
+    """Also if an asyncio loop of the user handles signals."""
     run = tmp_path / "run"
     codes, output = forks.run(*train(run), env=probe("loss", 12, signal="SIGUSR1", asyncio=True))
     assert_stopped(run, codes, output, at_least=10)
@@ -92,19 +92,19 @@ def test_signal_in_training_saves_that_step(forks: Forks, undisturbed: dict[int,
 
 
 @pytest.mark.parametrize(("where", "call", "order", "at_least", "at_most"), [
-    ("loss", 13, {"signal": "SIGTERM"}, 11, TOTAL),  # both at once
+    ("loss", 13, {"signal": "SIGTERM"}, 11, TOTAL),  # to both ranks at once
     ("loss", 13, {"signal": "SIGINT", "rank": 1}, 11, TOTAL),
-    # Three batches each an evaluation: the second one of the second evaluation, which is then done again
+    # The second of the three batches in the second evaluation, which is then repeated
     ("evaluate", 5, {"signal": "SIGTERM", "rank": 0}, 16, 16),
     ("evaluate", 5, {"signal": "SIGINT"}, 16, 16),
-    # To the process group, by a worker once the loop waits: it gets it first, and sleeps longer than any test waits
+    # A worker signals the process group while the loop waits for it. It gets the signal first, and sleeps very long
     ("data", 6, {"signal": "SIGTERM", "to": "group", "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
     ("data", 6, {"signal": "SIGUSR1", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
     ("data", 6, {"signal": "SIGHUP", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
-    # Workers may be there before the eighth step ends
+    # Workers may get there before the eighth step ends
     ("eval_data", 2, {"signal": "SIGUSR1", "to": "group", "lines": 8, "sleep_s": 600}, 8, 8),
 ])
-def test_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_with_other_workers(
+def test_signal_stops_all_ranks_at_one_step_and_the_run_resumes(
     forks: Forks, undisturbed: dict[int, str], tmp_path: Path, where: str, call: int, order: dict[str, Any],
     at_least: int, at_most: int,
 ) -> None:
@@ -119,7 +119,7 @@ def test_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_with_other_worke
     assert_resumes(forks, run, undisturbed, "--num-workers=1", *more, world_size=2, evaluated=evaluated)
 
 
-def test_signal_while_a_process_alone_waits_for_data_saves(
+def test_signal_to_a_single_process_that_waits_for_data_saves(
     forks: Forks, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -138,7 +138,7 @@ def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> Non
 
 
 def build_with_children(config: Config) -> Workload:
-    """A workload that forks, and ends what it forked."""
+    """A workload that forks processes and ends them."""
     fork = multiprocessing.get_context("fork")
     with fork.Pool(2) as pool:
         assert pool.map(abs, [-1, 2]) == [1, 2]
@@ -150,7 +150,7 @@ def build_with_children(config: Config) -> Workload:
     return faulting_workload.build(config)
 
 
-def test_signal_to_a_process_that_the_users_code_forked_is_its_own(forks: Forks, tmp_path: Path) -> None:
+def test_signal_to_a_users_forked_process_stops_no_job(forks: Forks, tmp_path: Path) -> None:
     forks.ends(*train(tmp_path / "run", "--workload", f"{__name__}:build_with_children"))
 
 
@@ -163,7 +163,7 @@ def note_collectives() -> None:
     collective = Group.collective
 
     def noted(self: Group, call: Any) -> Any:
-        if self.record.read().phase == "step" and not self.watch._settled:  # at the end it saves
+        if self.record.read().phase == "step" and not self.watch._settled:  # it saves at the end
             with Path(os.environ["NOTES_DIR"], f"rank-{self.rank}").open("a") as notes:
                 notes.write(f"{self.record.read().step}\n")
         return collective(self, call)
@@ -171,8 +171,8 @@ def note_collectives() -> None:
     Group.collective = noted  # type: ignore[method-assign]
 
 
-def test_the_only_collective_of_ours_in_steps_is_that_of_a_report(forks: Forks, tmp_path: Path) -> None:
-    """Here of the last step: the mean loss of all ranks. As an epoch begins they compare its order."""
+def test_report_is_the_only_collective_of_rankup_in_steps(forks: Forks, tmp_path: Path) -> None:
+    """Here it is the report of the last step, the mean loss. At the start of an epoch the ranks compare its order."""
     quiet = ("--log-every-steps", "100", "--save-every-steps", "100", "--max-steps", "7", *AT_THE_END)
     forks.ends(*train(tmp_path / "run", *quiet), world_size=2, env={"NOTES_DIR": str(tmp_path)},
                preload=f"{__name__}:note_collectives")
@@ -180,7 +180,7 @@ def test_the_only_collective_of_ours_in_steps_is_that_of_a_report(forks: Forks, 
 
 
 def build_uneven(config: Config) -> Workload:
-    """Ranks of different speeds, one of which stops the job at its 21st loss, and ends at once where it shall."""
+    """Ranks of different speeds. At its 21st loss, rank 1 stops the job, and dies if AT_21 says so."""
     workload, rank, calls = faulting_workload.build(config), int(os.environ["RANK"]), 0
     loss = workload.loss
 
@@ -199,9 +199,7 @@ def build_uneven(config: Config) -> Workload:
 
 
 @pytest.mark.parametrize("what", ["stop", "lost"])
-def test_ranks_of_different_speeds_stop_at_one_step_under_launch_also_while_one_is_lost(
-    forks: Forks, tmp_path: Path, what: str
-) -> None:
+def test_ranks_of_different_speeds_stop_at_one_step_even_if_one_dies(forks: Forks, tmp_path: Path, what: str) -> None:
     run = tmp_path / "run"
     more = ("--workload", f"{__name__}:build_uneven", "--save-every-steps", "8", *AT_THE_END)
     line = ("launch", "--nproc=3", MAIN, *train(run, *more))
@@ -211,17 +209,18 @@ def test_ranks_of_different_speeds_stop_at_one_step_under_launch_also_while_one_
     output = forks.ends(*line)
     resumed = re.search(r"resumed from .*?(\d+)", output)
     assert resumed, output
-    # It was the loss of the 20th step, after one pass before the first: whoever finished the 19th has kept it
+    # The stop came in the loss of step 20, after one extra call. Any rank that finished step 19 has kept it
     assert 19 <= int(resumed[1]) < TOTAL
     assert what == "lost" or int(resumed[1]) == newest
     assert [line["step"] for line in lines(run, "train/loss")] == list(range(1, TOTAL + 1))
 
 
-# Repeats ------------------------------------------------------------------------------------------------------
+# Repeated signals ---------------------------------------------------------------------------------------------
 
 
 def slow_save() -> None:
-    """A slow sender is still within the window. While `asked` is there, a save does not end: repeats come in it."""
+    """Keep even a slow sender within the window. While `asked` exists, a save does not end, so repeats come during
+    it."""
     from rankup.group import stop
     from rankup.state import copies
 
@@ -237,9 +236,7 @@ def slow_save() -> None:
 
 
 @pytest.mark.parametrize("saving", [False, True])
-def test_repeats_within_the_window_count_as_one_in_a_step_and_in_its_save(
-    forks: Forks, tmp_path: Path, saving: bool
-) -> None:
+def test_repeated_signals_within_the_window_count_once(forks: Forks, tmp_path: Path, saving: bool) -> None:
     run, there, go = tmp_path / "run", tmp_path / "there", tmp_path / "go"
     order = probe("loss", 14, rank=0, tell=str(there), until=str(go))
     with forks.running(*train(run), world_size=2, env=order, preload="tests.group.test_stop:slow_save") as job:
@@ -251,7 +248,7 @@ def test_repeats_within_the_window_count_as_one_in_a_step_and_in_its_save(
                 job.wait_until(lambda: any((run / "checkpoints").glob(".writing-*")), "the save")
             for process in job.processes:
                 process.signal_group("SIGTERM")
-            time.sleep(0.2)  # the kernel merges what comes faster
+            time.sleep(0.2)  # the kernel merges faster signals
         (run / "asked").unlink()
         go.touch()
         codes = job.wait()
@@ -260,8 +257,8 @@ def test_repeats_within_the_window_count_as_one_in_a_step_and_in_its_save(
 
 
 def no_window() -> None:
-    """Every further signal is a second request. A file `read-RANK` shows that the first was read: sent before that, a
-    second would be the same one to the kernel."""
+    """Make every further signal a second request. A file `read-RANK` says that the first was read: the kernel would
+    merge a second signal that comes before."""
     from rankup import process
     from rankup.group import stop
 
@@ -274,11 +271,11 @@ def no_window() -> None:
     stop.REPEAT_S, process.StopRequest = 0.0, Noting
 
 
-def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer_which_ends_as_stopped(
+def test_second_request_ends_a_rank_that_waits_for_its_peer_which_ends_as_stopped(
     forks: Forks, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    # Rank 0 stays in the middle of a step, rank 1 waits for it in the collective of that step
+    # Rank 0 stays in the middle of a step. Rank 1 waits for it in that step's collective
     there, left, read = (tmp_path / name for name in ("there", "left", "read-1"))
     order = probe("loss", 14, rank=0, tell=str(there), until=str(left)) | {"NOTES_DIR": str(tmp_path)}
     with forks.running(*train(run), world_size=2, env=order, preload="tests.group.test_stop:no_window") as job:
@@ -297,7 +294,7 @@ def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer_which_
     assert result(run)["digest"] == undisturbed[2], output
 
 
-# While it starts ----------------------------------------------------------------------------------------------
+# During the start ---------------------------------------------------------------------------------------------
 
 HOOK = """
 import os, signal, sys, time
@@ -316,7 +313,7 @@ if "HOOK_MODULE" in os.environ:
 @pytest.mark.parametrize(
     ("name", "module"), [("SIGTERM", "pydantic"), ("SIGUSR1", "torch.nn"), ("SIGINT", "train.workloads.images")]
 )
-def test_signal_while_it_starts_ends_it_at_once(tmp_path: Path, name: str, module: str) -> None:
+def test_signal_during_the_start_ends_the_process_at_once(tmp_path: Path, name: str, module: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     env = {"HOOK_MODULE": module, "HOOK_SIGNAL": name, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     job = start(sys.executable, "-m", "train.main", "train", "--dataset", "digits", "--run-dir", str(tmp_path), env=env)
@@ -327,7 +324,7 @@ def test_signal_while_it_starts_ends_it_at_once(tmp_path: Path, name: str, modul
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path: Path, rank: int) -> None:
+def test_signal_to_one_rank_in_setup_stops_all(forks: Forks, tmp_path: Path, rank: int) -> None:
     run = tmp_path / "run"
     order = probe("build", 1, signal="SIGTERM", rank=rank, sleep_s=600)
     output = forks.ends(*train(run), world_size=2, env=order, code=143)
@@ -335,12 +332,12 @@ def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path
     assert status(run)["state"] == "stopped"
 
 
-# Who started it -----------------------------------------------------------------------------------------------
+# Under a launcher ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
-def test_launch_passes_a_signal_on_and_keeps_the_code(forks: Forks, tmp_path: Path, name: str) -> None:
-    """SIGINT as by the key: to all processes."""
+def test_launch_forwards_a_signal_and_keeps_the_code(forks: Forks, tmp_path: Path, name: str) -> None:
+    """SIGINT goes to all processes, as the key does."""
     run = tmp_path / "run"
     with forks.running("launch", "--nproc=2", MAIN, *train(run, "--epochs", "100000")) as job:
         job.wait_for("epoch 1:")
@@ -349,7 +346,7 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(forks: Forks, tmp_path: Pa
         assert job.wait() == [143], job.output
     assert "restarted (" not in job.output
     assert "Traceback" not in job.output
-    # As it goes on after `launch`
+    # A run resumes the same way under `launch`
     stopped_at = steps(run)[-1]
     assert f"saved at step {stopped_at}" in job.output
     output = forks.ends(*train(run, "--max-steps", str(stopped_at + 3)), world_size=2)

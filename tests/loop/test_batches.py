@@ -1,4 +1,4 @@
-"""The batches of a user's loader: split among ranks, gone on with in the middle, refused where that can't be exact."""
+"""Batches of a user's loader are split among ranks and resume in the middle. Inexact loaders are refused."""
 
 import gc
 import multiprocessing
@@ -26,7 +26,7 @@ class Numbers(Dataset[int]):
 
 
 class Noise(Numbers):
-    """A sample with a random number of each kind, as augmentation draws them."""
+    """Samples with random numbers of Python and torch, as augmentation draws them."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, random.random(), torch.rand(()).item()])
@@ -43,7 +43,7 @@ class Stream(IterableDataset[int]):
 
 
 class Remembering:
-    """A loader that can be asked for its state, and can't be skipped: it yields nothing twice."""
+    """A loader that has a state_dict. It can't be skipped by iteration, because it yields nothing twice."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -61,7 +61,7 @@ class Remembering:
 
 
 class Foreign:
-    """A sampler of a user's own, which draws batches of different sizes from Python's random numbers."""
+    """A user's own sampler, which draws batches of different sizes from Python's random numbers."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(10):
@@ -69,14 +69,14 @@ class Foreign:
 
 
 class Unsized:
-    """A sampler that does not say how many samples it draws."""
+    """A sampler without a length."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(random.sample(range(50), 50))
 
 
 class Curriculum(Foreign):
-    """Draws other batches each time that it is asked."""
+    """A sampler that draws other batches in each iteration."""
 
     asked = 0
 
@@ -86,14 +86,14 @@ class Curriculum(Foreign):
 
 
 class Prefetching(DataLoader[int]):
-    """Iterates in its own way, and has to split by itself."""
+    """A loader with its own __iter__, which therefore must split samples among ranks itself."""
 
     def __iter__(self) -> Any:
         return super().__iter__()
 
 
 class Telling(DataLoader[int]):
-    """Can be asked for its state, as torchdata's StatefulDataLoader."""
+    """A loader with a state_dict, like torchdata's StatefulDataLoader."""
 
     state_dict = load_state_dict = dict  # type: ignore[assignment]
 
@@ -134,20 +134,20 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_batches_from_the_middle_are_those_of_the_whole(kind: str) -> None:
+def test_batches_resumed_in_the_middle_are_those_of_a_whole_epoch(kind: str) -> None:
     whole = read(LOADERS[kind]())
     random.seed(1)
-    torch.manual_seed(1)  # whatever was drawn before
+    torch.manual_seed(1)  # earlier draws must not matter
     assert len(whole) > 4
     assert read(LOADERS[kind](), skip=3) == whole[3:]
-    if kind not in ("list", "distributed"):  # which has a seed of its own
+    if kind not in ("list", "distributed"):  # DistributedSampler has its own seed
         assert read(LOADERS[kind](), seed=6) != whole
 
 
 @pytest.mark.parametrize(
     "kind", ["shuffled", "own generator", "with replacement", "weighted", "own sampler", "workers"]
 )
-def test_batches_of_three_ranks_together_are_those_of_one(kind: str) -> None:
+def test_batches_of_three_ranks_together_are_those_of_one_rank(kind: str) -> None:
     whole = read(LOADERS[kind]())
     parts = [read(LOADERS[kind](), rank=rank, world_size=3) for rank in range(3)]
     assert [[*chain(*each)] for each in zip(*parts, strict=True)] == whole
@@ -163,16 +163,16 @@ def test_batches_of_the_next_epoch_come_from_the_same_workers() -> None:
     assert first != second
 
 
-def test_part_of_a_batch_that_does_not_divide_keeps_its_mean() -> None:
+def test_weights_of_uneven_parts_keep_the_mean_of_the_batch() -> None:
     batch = [*range(7)]
     parts = [part_of(batch, rank, 3) for rank in range(3)]
     assert [part for part, _ in parts] == [[0, 1, 2], [3, 4], [5, 6]]
-    # As DDP does: the mean over the ranks
+    # Like DDP, take the mean over the ranks
     assert sum(sum(part) / len(part) * weight for part, weight in parts) / 3 == pytest.approx(sum(batch) / 7)
     assert part_of([9], 2, 3) == ([9], 0.0)
 
 
-def test_batches_of_a_loader_with_state_go_on_from_it() -> None:
+def test_loader_with_a_state_resumes_from_it() -> None:
     loader = Remembering()
     source = source_of(loader, 0, 1, any_order=False)
     batches = source.open(1, epoch=0, skip=0, state=None)
@@ -180,7 +180,7 @@ def test_batches_of_a_loader_with_state_go_on_from_it() -> None:
     assert read(Remembering(), skip=3, state=loader.state_dict()) == [*range(4, 13)]
 
 
-def test_sampler_is_drawn_ahead_without_touching_the_random_state_of_the_training() -> None:
+def test_sampler_drawn_ahead_leaves_the_random_state_of_the_training_alone() -> None:
     drawn = 0
 
     class Long:
@@ -195,10 +195,10 @@ def test_sampler_is_drawn_ahead_without_touching_the_random_state_of_the_trainin
         source = source_of(DataLoader(Numbers(), batch_sampler=Long()), 0, 1, any_order=False)  # type: ignore[arg-type]
         found = source.open(3, epoch=0, skip=0, state=None)
         drawn = 0
-        random.seed(seed)  # of the training
+        random.seed(seed)  # as the training does
         first = flat([next(found)[0] for _ in range(AHEAD + 5)])
         assert random.random() == random.Random(seed).random()
-        assert drawn <= 2 * AHEAD  # a long epoch begins at once
+        assert drawn <= 2 * AHEAD  # a long epoch begins without drawing all of it
         return first
 
     assert batches(11) == batches(12)
@@ -211,13 +211,13 @@ def test_sampler_is_drawn_ahead_without_touching_the_random_state_of_the_trainin
     (DataLoader(Numbers(), batch_size=None), "must split its samples among 2 ranks"),
     (Telling(Numbers(), batch_size=None), "must split its samples among 2 ranks"),
 ])
-def test_loader_that_can_not_be_exact_is_refused_in_one_line(loader: Any, why: str) -> None:
+def test_loader_that_cannot_be_exact_is_refused_in_one_line(loader: Any, why: str) -> None:
     with pytest.raises(UserError, match=why) as refused:
         read(loader, world_size=2)
     assert "\n" not in str(refused.value)
 
 
-def test_loader_whose_order_does_not_matter_is_taken_as_it_is() -> None:
+def test_loader_whose_order_does_not_matter_is_used_unchanged() -> None:
     source = source_of((number for number in range(3)), 0, 2, any_order=True)
     assert [batch for batch, _ in source.open(1, epoch=0, skip=2, state=None)] == [0, 1, 2]
 
@@ -236,13 +236,13 @@ def test_evaluation_sees_each_sample_once_in_the_same_batches(world_size: int, w
         assert sorted(chain(*half)) == [[*range(n, min(n + 8, 50))] for n in range(0, 50, 8)]
 
 
-def test_evaluation_keeps_all_ranks_busy_where_that_is_wanted() -> None:
+def test_padded_evaluation_gives_all_ranks_the_same_number_of_batches() -> None:
     loader = DataLoader(Numbers(), batch_size=8)
     weights = [[w for _, w in evaluation_batches(loader, 1, rank, 3, pad=True)] for rank in range(3)]
     assert weights == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
 
 
-def test_lasting_workers_of_an_evaluation_end_with_their_loader() -> None:
+def test_persistent_workers_of_an_evaluation_end_with_their_loader() -> None:
     before = {*multiprocessing.active_children()}
     gc.disable()
     try:
@@ -255,7 +255,7 @@ def test_lasting_workers_of_an_evaluation_end_with_their_loader() -> None:
         gc.enable()
 
 
-def test_error_of_an_evaluation_without_workers_is_no_death_of_a_worker() -> None:
+def test_evaluation_without_workers_passes_connection_errors_on() -> None:
     class Unreachable(Numbers):
         def __getitem__(self, index: int) -> int:
             raise ConnectionResetError
@@ -264,7 +264,7 @@ def test_error_of_an_evaluation_without_workers_is_no_death_of_a_worker() -> Non
         next(evaluation_batches(DataLoader(Unreachable()), 1, 0, 1, pad=False))
 
 
-def test_evaluation_leaves_the_random_state_as_it_was_and_does_not_depend_on_it() -> None:
+def test_evaluation_neither_changes_nor_depends_on_the_random_state() -> None:
     def evaluated(draws: int) -> list[Any]:
         torch.manual_seed(3)
         batches = evaluation_batches(DataLoader(Noise(), batch_size=8, shuffle=True), 1, 0, 1, pad=False)

@@ -1,4 +1,4 @@
-"""The state of a finished step can be saved at any moment but in the middle of a change."""
+"""The state of a finished step can be saved at any moment, except in the middle of a change."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ def step_at(guard: CommitLock) -> int | None:
     return getattr(guard.stop(), "step", None)
 
 
-def test_stop_waits_for_the_end_of_a_change_and_lets_no_other_begin() -> None:
+def test_stop_waits_for_a_change_and_prevents_the_next() -> None:
     guard = CommitLock(Position(), CPU)
     steps: list[int | None] = []
     stop = threading.Thread(target=lambda: steps.append(step_at(guard)))
@@ -33,8 +33,8 @@ def test_stop_waits_for_the_end_of_a_change_and_lets_no_other_begin() -> None:
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_change_that_never_ended_leaves_nothing_to_save(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    # Nobody waits for a change that has failed: the thread that made it is waiting for the rescue to be over
+def test_change_that_never_ends_leaves_nothing_to_save(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    # `stop` must not wait for a change that failed, because the thread of that change waits for the end of the rescue
     monkeypatch.setattr(saving, "CHANGE_S", 0.1 if how == "hangs" else 3600.0)
     guard = CommitLock(Position(), CPU)
     if how == "fails":
@@ -45,11 +45,11 @@ def test_change_that_never_ended_leaves_nothing_to_save(monkeypatch: pytest.Monk
     assert guard.stop() is None
 
 
-# On a GPU, whose queue is made up here --------------------------------------------------------------------------------
+# On a GPU, whose queue is simulated here ------------------------------------------------------------------------------
 
 
 class Queue:
-    """It is done with all but the newest change where `behind`; who waits for all of it waits for `empty`."""
+    """A GPU's queue of work. `behind`: the newest change is not done yet. `synchronize` waits until `empty` is set."""
 
     def __init__(self) -> None:
         self.behind, self.empty = False, threading.Event()
@@ -70,14 +70,14 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     made = Queue()
     monkeypatch.setattr(saving.torch, "Event", lambda device: made)
     monkeypatch.setattr(saving.torch.cuda, "current_stream", lambda device: made)
-    # torch has 32 streams of each priority, and gives them out in turn
+    # torch has 32 streams of each priority, and reuses them in turn
     numbers = {priority: itertools.cycle(range(32)) for priority in (0, -1)}
     monkeypatch.setattr(saving.torch.cuda, "Stream", lambda device, priority=0: (priority, next(numbers[priority])))
     return made
 
 
-def test_host_that_waits_for_the_gpu_has_not_begun_the_change(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
-    """As behind a dead rank: what is on the host stays at the step of the weights, and nobody waits for the thread."""
+def test_change_begins_only_after_the_gpus_earlier_work_is_done(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
+    """The GPU hangs after a peer loss. State on the host stays at the step of the weights, and `stop` returns."""
     monkeypatch.setattr(saving, "CHANGE_S", 1.0)
     guard = CommitLock(Position(), torch.device("cuda"))
 
@@ -85,7 +85,7 @@ def test_host_that_waits_for_the_gpu_has_not_begun_the_change(monkeypatch: pytes
         with guard:
             guard.position.step += 1
 
-    step = threading.Thread(target=change, daemon=True)  # it waits for the lock for ever
+    step = threading.Thread(target=change, daemon=True)  # it waits forever for the lock
     with guard:
         guard.position.step = 1
     queue.empty.clear()
@@ -97,7 +97,7 @@ def test_host_that_waits_for_the_gpu_has_not_begun_the_change(monkeypatch: pytes
     assert guard.position.step == 1
 
 
-def test_process_alone_does_not_wait_for_its_gpu(queue: Queue) -> None:
+def test_single_process_does_not_wait_for_its_gpu(queue: Queue) -> None:
     guard = CommitLock(Position(), torch.device("cuda"), alone=True)
     queue.empty.clear()
     with guard:
@@ -106,7 +106,7 @@ def test_process_alone_does_not_wait_for_its_gpu(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize("ever", [True, False])
-def test_change_that_the_gpu_is_not_done_with_is_waited_for(
+def test_stop_waits_for_a_change_that_the_gpu_has_not_finished(
     monkeypatch: pytest.MonkeyPatch, queue: Queue, ever: bool
 ) -> None:
     monkeypatch.setattr(saving, "CHANGE_S", 3600.0 if ever else 0.1)
@@ -120,7 +120,7 @@ def test_change_that_the_gpu_is_not_done_with_is_waited_for(
     assert queue.behind == (not ever)
 
 
-def test_stream_of_a_rescue_is_nobody_elses_and_its_thread_uses_no_other_gpu(
+def test_rescue_has_its_own_stream_on_the_gpu_of_its_rank(
     monkeypatch: pytest.MonkeyPatch, queue: Queue
 ) -> None:
     here, seen = threading.local(), list[tuple[object, object]]()  # CUDA has a current device for each thread
@@ -153,7 +153,7 @@ def gpu() -> torch.device:
 
 
 def hang() -> None:
-    """As a collective of NCCL does when a rank is dead; for a few seconds only."""
+    """Block the GPU for a few seconds, as a collective of NCCL does forever when a rank is dead."""
     torch.cuda._sleep(int(8e9))
 
 
@@ -165,10 +165,10 @@ def step(guard: CommitLock, weights: torch.Tensor) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("inside", [False, True])
-def test_work_that_is_queued_behind_a_hang_does_not_count(
+def test_change_queued_behind_a_hang_does_not_count(
     monkeypatch: pytest.MonkeyPatch, gpu: torch.device, inside: bool
 ) -> None:
-    """Nor does a change that began on the GPU before the hang and did not end: it leaves nothing to save."""
+    """If the hang is inside a change that began on the GPU before it, there is nothing to save."""
     monkeypatch.setattr(saving, "CHANGE_S", 0.3)
     guard, weights = CommitLock(Position(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)

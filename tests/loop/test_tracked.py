@@ -1,5 +1,5 @@
-"""Live objects as a copy keeps them: the state of the last commit, and errors by path. That what was restored goes on
-with the same bits: tests/job/test_loop.py."""
+"""Tracked objects: a copy has the state of the last commit, and errors name the path of a value. tests/job/test_loop.py
+tests that a restored loop continues with the same bits."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ def parts() -> tuple[dict[str, Any], torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("buffer", [True, False])
-def test_state_is_that_of_the_last_commit_whatever_changed_since(buffer: bool) -> None:
+def test_tracked_state_is_that_of_the_last_commit(buffer: bool) -> None:
     (items, optimizer), tracked = parts(), Tracked()
     tracked.add(items | {"optimizer": optimizer})
     items["model"](torch.randn(5, 2))
@@ -27,7 +27,7 @@ def test_state_is_that_of_the_last_commit_whatever_changed_since(buffer: bool) -
     before = tracked.fingerprint()
     if buffer:
         items["model"](torch.randn(5, 2))
-        items["model"].running_var = torch.zeros(2)  # another tensor in its place
+        items["model"].running_var = torch.zeros(2)  # replaces the tensor
     else:
         optimizer.step()
         items["schedule"].step()
@@ -41,7 +41,7 @@ def test_state_is_that_of_the_last_commit_whatever_changed_since(buffer: bool) -
     ({"a": [1, {2}]}, r"state: bad/a\.1 must be .*got builtins\.set"),
     (torch.eye(2).to_sparse(), "state: bad must be a dense tensor"),
 ])
-def test_what_can_not_be_kept_fails_at_once_by_its_path(item: Any, why: str) -> None:
+def test_value_that_cannot_be_kept_is_refused_by_its_path(item: Any, why: str) -> None:
     with pytest.raises(UserError, match=why):
         Tracked().add({"bad": item})
 
@@ -63,19 +63,19 @@ def test_change_between_two_steps_is_noticed() -> None:
     tracked = Tracked()
     tracked.add({"ema": (ema := {"weight": torch.zeros(2)})})
     tracked.check_unchanged()
-    ema["weight"] = 0.9 * ema["weight"] + 0.1  # another tensor, as such code nearly always makes
+    ema["weight"] = 0.9 * ema["weight"] + 0.1  # a new tensor, as most such code makes
     with pytest.raises(UserError, match=r"ema must change only inside job\.step"):
         tracked.check_unchanged()
 
 
-def test_optimizer_that_steps_and_is_not_tracked_is_named_once() -> None:
+def test_untracked_optimizer_that_steps_is_named_once() -> None:
     model, said = nn.Linear(2, 1), list[str]()
     tracked, holding = Tracked(), Tracked()
     tracked.add({"model": model, "adam": (adam := torch.optim.Adam(model.parameters()))})
-    holding.add({"trainer": SimpleNamespace(state_dict=dict, load_state_dict=print)})  # it may have all optimizers
+    holding.add({"trainer": SimpleNamespace(state_dict=dict, load_state_dict=print)})  # it may contain all optimizers
     holding.warn_of_others(said.append)
     tracked.warn_of_others(said.append)
-    plain = torch.optim.SGD(nn.Linear(2, 1).parameters())  # nothing of it is lost
+    plain = torch.optim.SGD(nn.Linear(2, 1).parameters())  # it has no state to lose
     other = torch.optim.AdamW(nn.Linear(2, 1).parameters())
     for optimizer in (adam, plain, other, other):
         for group in optimizer.param_groups:
@@ -83,13 +83,13 @@ def test_optimizer_that_steps_and_is_not_tracked_is_named_once() -> None:
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert said == ["track: AdamW steps and is not tracked: a restart resets its state, and the weights will differ"]
-    tracked._checks = 0  # the first steps are over
+    tracked._checks = 0  # as after the first steps
     (weight := nn.Parameter(torch.ones(1))).grad = torch.ones(1)
     torch.optim.AdamW([weight]).step()
     assert len(said) == 1
 
 
-def test_optimizer_may_name_its_settings_as_it_likes() -> None:
+def test_optimizer_may_have_any_names_of_settings() -> None:
     class Line(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, {"most_steps": 3})

@@ -1,4 +1,4 @@
-"""Workers of a loop's own loader: signals of the job pass them by, and the loader notices nothing."""
+"""Workers of a user's loader ignore signals to the job, and the loader otherwise works as before."""
 
 import signal
 import sys
@@ -15,7 +15,7 @@ from tests.rigs.jobs import ended, start
 
 
 class Asked(Dataset[torch.Tensor]):
-    """Each sample is whether its worker ignores what stops a job."""
+    """Samples that say whether their worker ignores the signals that stop a job."""
 
     def __len__(self) -> int:
         return 16
@@ -25,20 +25,20 @@ class Asked(Dataset[torch.Tensor]):
 
 
 def ignored() -> list[bool]:
-    """Whether this process ignores the three signals that stop a job."""
+    """Return for each of the three signals that stop a job whether this process ignores it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     mask = int(next(line for line in lines if line.startswith("SigIgn")).split()[1], 16)
     return [bool(mask >> (number - 1) & 1) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
 
 
 def begun(worker: int) -> None:
-    assert all(ignored())  # the user's own beginning runs too, and later
+    assert all(ignored())  # the user's own worker_init_fn runs too, after ours
     torch.manual_seed(worker)
 
 
 @pytest.mark.parametrize("how", ["training", "evaluation"])
-def test_workers_ignore_what_stops_a_job(how: str) -> None:
-    """What their deaths and errors lead to: tests/data/test_loader.py."""
+def test_workers_ignore_signals_that_stop_a_job(how: str) -> None:
+    """tests/data/test_loader.py tests deaths and errors of workers."""
     before = signal.getsignal(signal.SIGCHLD)
     loader: Any = DataLoader(Asked(), batch_size=4, num_workers=1, worker_init_fn=begun)
     if how == "evaluation":
@@ -48,10 +48,10 @@ def test_workers_ignore_what_stops_a_job(how: str) -> None:
     batches = torch.cat([batch for batch, _ in pairs])
     assert batches[:, 0].tolist() == [*range(16)]
     assert batches[:, 1:].all()
-    assert signal.getsignal(signal.SIGCHLD) == before  # torch would raise a worker's death in the middle of a step
+    assert signal.getsignal(signal.SIGCHLD) == before  # torch's handler would raise an error in the middle of a step
 
 
-# In processes of their own, where workers that are left end
+# These scripts run in new processes, because workers left behind end with their process
 LEFT = """
 from torch.utils.data import DataLoader
 from rankup.loop.workers import Workers
@@ -88,13 +88,13 @@ for _ in Workers(DataLoader(range(9), batch_sampler=broken(), num_workers=1)):
 
 
 @pytest.mark.parametrize(("script", "words", "code", "ends"), [
-    (LEFT, (), 0, ["0"]),  # a script that leaves workers ends
-    (KEPT, (), 0, ["4 True"]),  # workers that a loader keeps may have begun without us
-    # An error in the loop's own process shows where it was, as the loader asks for the first ones, and later
+    (LEFT, (), 0, ["0"]),  # a script ends although it leaves workers
+    (KEPT, (), 0, ["4 True"]),  # a loader may keep workers that started without rankup
+    # An error in the sampler shows its place, both while the loader draws the first batches and later
     (BROKEN, ("1",), 1, ["in broken", "KeyError: 'no more'"]),
     (BROKEN, ("5",), 1, ["in broken", "KeyError: 'no more'"]),
 ])
-def test_loader_of_the_users_notices_nothing(script: str, words: tuple[str, ...], code: int, ends: list[str]) -> None:
+def test_users_loader_works_as_without_rankup(script: str, words: tuple[str, ...], code: int, ends: list[str]) -> None:
     with ended(start(sys.executable, "-c", script, *words)) as job:
         assert job.wait() == [code], job.output
     lines = [line.strip() for line in job.output.splitlines() if line.strip()]
@@ -102,7 +102,7 @@ def test_loader_of_the_users_notices_nothing(script: str, words: tuple[str, ...]
     assert all(line.endswith(end) for line, end in zip(lines[-len(ends):], ends, strict=True)), lines
 
 
-def test_iterable_that_has_workers_of_its_own_is_left_alone() -> None:
+def test_iterable_with_its_own_workers_is_left_alone() -> None:
     class Prefetching:
         num_workers = 2
 

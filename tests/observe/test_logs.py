@@ -1,4 +1,4 @@
-"""The command logs: all ranks' lines by time, equal ones folded, from any time on, and as they come."""
+"""`rankup logs` shows the lines of all ranks by time, folds equal lines, begins at any time, and follows new lines."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from train.main import main
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Write a rank's log, a line for each text: "02 step" is "step" at second 2; without a number it has no time."""
+    """A function that appends lines to a rank's log. "02 step" is "step" at second 2, and "step" has no time."""
 
     def _write(rank: int, *texts: str, run: str = "run", host: str = "vm") -> Path:
         path = tmp_path / run / "logs" / f"rank-{rank}.log"
@@ -31,14 +31,14 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 def printed(capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """What `logs` prints, without the day and the hour."""
+    """Run `logs`. Return what it prints, without the day and the hour."""
     code = main(["logs", *words])
     out, err = capfd.readouterr()
     assert (code, err) == (0, "")
     return out.replace("2026-11-22T10:00:", "").splitlines()
 
 
-def test_lines_stand_by_time_and_equal_ones_are_folded_within_and_across_a_second(write, tmp_path, capfd) -> None:
+def test_log_lines_are_sorted_by_time_and_equal_lines_are_folded(write, tmp_path, capfd) -> None:
     for rank in range(8):
         write(rank, "01 ready", f"0{2 + rank % 2} saved", host=f"node{rank // 4}")
     write(2, "06 saved", host="node0")
@@ -55,20 +55,20 @@ def test_lines_stand_by_time_and_equal_ones_are_folded_within_and_across_a_secon
     (["aPb", "ab", "ab"], ["0-2:a", "0:P", "0-2:b"]),
     (["ab", "aPb", "aPb"], ["0-2:a", "0:b", "1-2:P", "1-2:b"]),  # rank 0 wrote no P before its b
     (["ab", "ca"], ["0:a", "1:c", "0:b", "1:a"]),
-    (["ab", "ba"], ["0:a", "0-1:b", "1:a"]),  # only one of both can be folded
+    (["ab", "ba"], ["0:a", "0-1:b", "1:a"]),  # only one of the two can be folded
     (["aa", "a"], ["0-1:a", "0:a"]),
     (["axa", "ya"], ["0:a", "1:y", "0:x", "0-1:a"]),
     (["sabc", "tabc"], ["0:s", "1:t", "0-1:a", "0-1:b", "0-1:c"]),
     (["", "a"], ["1:a"]),
 ])
-def test_lines_of_one_second_keep_each_ranks_order(write, tmp_path, capfd, ranks, expected) -> None:
+def test_log_lines_of_one_second_keep_each_ranks_order(write, tmp_path, capfd, ranks, expected) -> None:
     for rank, text in enumerate(ranks):
         write(rank, *(f"00 {char}" for char in text))
     shown = [re.fullmatch(r"00 ranks? (\S+) on vm: (.)", line) for line in printed(capfd, str(tmp_path / "run"))]
     assert [f"{line[1]}:{line[2]}" if line else line for line in shown] == expected
 
 
-def test_last_line_without_an_end_and_bytes_that_are_no_text_are_printed(write, tmp_path, capfdbinary) -> None:
+def test_logs_print_an_unfinished_last_line_and_bytes_that_are_no_text(write, tmp_path, capfdbinary) -> None:
     path = write(0, "01 start")
     with path.open("ab") as file:
         file.write(b"2026-11-22T10:00:02 vm r0 \xff half")
@@ -76,16 +76,16 @@ def test_last_line_without_an_end_and_bytes_that_are_no_text_are_printed(write, 
     assert capfdbinary.readouterr().out.splitlines()[-1] == b"2026-11-22T10:00:02 rank 0 on vm: \xff half"
 
 
-def test_run_is_found_by_name_folder_and_as_the_newest(write, tmp_path, capfd) -> None:
+def test_logs_find_a_run_by_name_or_folder_or_as_the_newest(write, tmp_path, capfd) -> None:
     old = write(0, "01 old", run="old")
-    write(0, "02 new", run="new").with_name("rank-0.old.log").touch()  # somebody else's
+    write(0, "02 new", run="new").with_name("rank-0.old.log").touch()  # no log of rankup
     os.utime(old, (1, 1))
     where = ["--run-dir", str(tmp_path)]
     assert printed(capfd, *where) == ["02 rank 0 on vm: new"]
     assert printed(capfd, "old", *where) == printed(capfd, str(tmp_path / "old")) == ["01 rank 0 on vm: old"]
 
 
-def test_ranks_and_times_are_chosen(write, tmp_path, capfd) -> None:
+def test_logs_can_be_limited_to_ranks_and_times(write, tmp_path, capfd) -> None:
     for rank in range(12):
         write(rank, "01 old", "05 here")
     run, since = str(tmp_path / "run"), ("--since", "2026-11-22T10:00:02")
@@ -105,13 +105,13 @@ def test_ranks_and_times_are_chosen(write, tmp_path, capfd) -> None:
     ("{0}/old --rank all", "--rank must be ranks such as 3 or 0-3,7, got all."),
     ("{0}/old --since yesterday", "--since must be a time such as 10m, 2h or 2026-11-22T14:05, got yesterday."),
 ])
-def test_logs_that_cannot_be_chosen_are_a_mistake(write, tmp_path, capfd, words: str, said: str) -> None:
+def test_logs_refuse_runs_ranks_and_times_that_do_not_exist(write, tmp_path, capfd, words: str, said: str) -> None:
     write(0, "01 old", run="old")
     assert main(["logs", *words.format(tmp_path).split()]) == 2
     assert said.format(tmp_path) in capfd.readouterr().err
 
 
-def test_follow_shows_the_last_and_new_lines_new_ranks_and_a_new_file_until_ctrl_c(write, tmp_path: Path) -> None:
+def test_logs_follow_new_lines_ranks_and_files_until_ctrl_c(write, tmp_path: Path) -> None:
     log = write(0, *[f"01 {number:09}" for number in range(1000)])
     process = subprocess.Popen([sys.executable, "-m", "train.main", "logs", "--run-dir", str(tmp_path), "--follow"],
                                cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -137,7 +137,7 @@ def test_follow_shows_the_last_and_new_lines_new_ranks_and_a_new_file_until_ctrl
             process.kill()
 
 
-def test_reader_that_has_had_enough_is_no_fault(write, tmp_path: Path) -> None:
+def test_logs_end_with_0_when_their_reader_ends(write, tmp_path: Path) -> None:
     write(0, *(["01 line " + "x" * 1000] * 2000))
     words = f"{sys.executable} -m train.main logs --run-dir {tmp_path} | head -n 1; echo ${{PIPESTATUS[0]}}"
     line = ["bash", "-c", words]
@@ -155,8 +155,8 @@ print(peak_kb() - before, file=sys.stderr)
 """
 
 
-def test_memory_does_not_depend_on_the_size(write, tmp_path: Path) -> None:
-    """Of lines of one second: those of different times leave earlier."""
+def test_memory_of_logs_does_not_depend_on_their_size(write, tmp_path: Path) -> None:
+    """All lines are of one second, because lines of earlier seconds are printed and freed first."""
     for rank in range(4):
         write(rank, *(f"00 line {number} {'x' * 60}" for number in range(60_000)))  # 24 MB in all
     words = [sys.executable, "-c", MEASURE, str(tmp_path / "run")]

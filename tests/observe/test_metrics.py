@@ -1,4 +1,4 @@
-"""Numbers of a run, read back as a program and as TensorBoard would: each step once, whatever happened."""
+"""The metrics of a run, read from metrics.jsonl and through TensorBoard, have each step once, whatever happened."""
 
 import json
 import math
@@ -32,12 +32,12 @@ def events(run: Path) -> Any:
 
 
 def scalars(run: Path) -> dict[str, dict[int, float]]:
-    """Tag -> step -> value, of tags with a point that is shown. A step that is there twice is a failure."""
+    """Return tag -> step -> value for tags that have points. Fail if a tag has a step twice."""
     found = events(run)
     values: dict[str, dict[int, float]] = {}
     for tag in found.Tags()["scalars"]:
         points = [(event.step, event.value) for event in found.Scalars(tag)]
-        if not points:  # all were of a killed attempt: a node whose clock has not ticked yet has no cpu_percent since
+        if not points:  # all points were a killed attempt's; the next one may have no cpu_percent yet
             continue
         values[tag] = dict(points)
         assert len(values[tag]) == len(points), f"{tag} has a step twice: {points}"
@@ -45,7 +45,7 @@ def scalars(run: Path) -> dict[str, dict[int, float]]:
 
 
 def lines(run: Path) -> dict[str, dict[int, float]]:
-    """The same of metrics.jsonl."""
+    """Return the same for metrics.jsonl."""
     values: dict[str, dict[int, float]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -72,7 +72,7 @@ def digits(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_scalars_are_those_of_the_run(digits: Path) -> None:
+def test_metrics_and_tensorboard_have_the_values_of_the_run(digits: Path) -> None:
     written = assert_same(digits)
     assert written.keys() == SCALARS
     assert list(written["train/loss"]) == [10, 20, 30, 40, 44]
@@ -85,7 +85,7 @@ def test_scalars_are_those_of_the_run(digits: Path) -> None:
 
 
 def session(run: Path) -> dict[str, Any]:
-    """The settings that TensorBoard's HPARAMS tab shows of a run."""
+    """Return the settings that TensorBoard's HPARAMS tab shows for a run."""
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     content = events(run).summary_metadata["_hparams_/session_start_info"].plugin_data.content
@@ -93,17 +93,17 @@ def session(run: Path) -> dict[str, Any]:
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
 
 
-def test_hyperparameters_are_those_that_matter_or_differ(digits: Path) -> None:
+def test_hyperparameters_are_the_important_and_the_changed_settings(digits: Path) -> None:
     assert session(digits) == {
         "workload": "images", "dataset": "digits", "model": "mlp", "batch_size": 64, "epochs": 2, "max_steps": 0,
         "optimizer": "sgd", "lr": 0.08, "seed": 0, "parallel": "ddp", "world_size": 2,
         "log_every_steps": 10,  # not the default
     }
-    # No list of columns: TensorBoard would take the first run's for all of them
+    # No list of columns, because TensorBoard would use the first run's list for all runs
     assert "_hparams_/experiment" not in events(digits).summary_metadata
 
 
-def test_confusion_matrix_is_there_with_the_scores_of_each_class(digits: Path) -> None:
+def test_tensorboard_has_the_confusion_matrix_and_scores_of_each_class(digits: Path) -> None:
     (event,) = events(digits).Tensors("eval/confusion/text_summary")
     assert event.step == 44
     fence, title, *lines = event.tensor_proto.string_val[0].decode().splitlines()
@@ -114,7 +114,7 @@ def test_confusion_matrix_is_there_with_the_scores_of_each_class(digits: Path) -
     assert sum(row[place] for place, row in enumerate(matrix)) == round(359 * result["metrics"]["accuracy"])
 
 
-def test_few_classes_have_no_top5_and_tensorboard_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
+def test_few_classes_have_no_top5_and_tensorboard_can_be_turned_off(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fake = ("--dataset", "fake", "--fake-classes", "5", "--fake-samples", "64", "--batch-size", "32", "--epochs", "1")
     forks.ends("train", "--model", "mlp", *fake, "--tensorboard=false", *at(run))
@@ -124,7 +124,7 @@ def test_few_classes_have_no_top5_and_tensorboard_can_be_left_out(forks: Forks, 
 
 
 @pytest.mark.parametrize(("name", "where"), [("SIGTERM", "evaluate"), ("SIGKILL", "loss")])
-def test_each_step_is_there_once_after_a_stop_and_a_kill(forks: Forks, tmp_path: Path, name: str, where: str) -> None:
+def test_metrics_have_each_step_once_after_a_stop_or_kill(forks: Forks, tmp_path: Path, name: str, where: str) -> None:
     run = tmp_path / "run"
     call = 15 if where == "loss" else 8  # in step 12, or in the second evaluation, of step 16
     forks.ends(*MADE_UP, *at(run), env=probe(where, call, signal=name), code=143 if name == "SIGTERM" else -9)
@@ -135,13 +135,13 @@ def test_each_step_is_there_once_after_a_stop_and_a_kill(forks: Forks, tmp_path:
     assert len(list(run.rglob("metrics*.jsonl"))) == 1
 
 
-def test_longer_run_goes_on_in_the_same_curves(forks: Forks, tmp_path: Path) -> None:
+def test_run_with_more_epochs_extends_the_same_curves(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for epochs in ("1", "2"):
         forks.ends(*MADE_UP, "--schedule", "constant", "--epochs", epochs, *at(run))
     written = assert_same(run)
     assert list(written["train/loss"]) == list(range(1, 17))
-    assert session(run).keys() == {  # of a workload of one's own: no data set or model of images
+    assert session(run).keys() == {  # an own workload has no data set and no model of images
         "workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed", "parallel", "world_size",
         "schedule", "log_every_steps", "eval_batch_size", "join_timeout_s",
     }
@@ -153,12 +153,12 @@ def test_longer_run_goes_on_in_the_same_curves(forks: Forks, tmp_path: Path) -> 
 @pytest.mark.parametrize("torn", [
     b"", b'{"step": 60101, "tra', b"\0\0\n\n", b"[1]\n", b'{"step": 60000, "train/loss": 1.0}',
 ])
-def test_restart_reads_and_writes_the_end_of_the_lines_alone(tmp_path: Path, torn: bytes) -> None:
-    """A kill tears a line; the checkpoint is of step 60,000, and other ranks have gone on to 60,100."""
+def test_restart_reads_and_writes_only_the_end_of_the_metrics(tmp_path: Path, torn: bytes) -> None:
+    """A kill has torn the last line. The checkpoint is of step 60,000, and a rescue is of step 60,100."""
     kinds = ["train" if step % 100 else "eval" for step in range(1, 60_201)]
     lines = [made_up_line(step, kind) for step, kind in enumerate(kinds, 1)]
     path = tmp_path / "metrics.jsonl"
-    for last in (60_200, 60_099):  # the second time there is nothing to cut but the torn line
+    for last in (60_200, 60_099):  # the second time only the torn line must go
         path.write_bytes("".join(lines[:last]).encode() + torn)
         before = moved_bytes()
         found = cut_after(path, 60_100, 60_000, since=60_000)
@@ -167,7 +167,7 @@ def test_restart_reads_and_writes_the_end_of_the_lines_alone(tmp_path: Path, tor
         assert path.read_text() == "".join(lines[:60_099])
 
 
-def test_nothing_stays_from_a_damaged_line_on(tmp_path: Path) -> None:
+def test_metrics_are_cut_at_a_damaged_line(tmp_path: Path) -> None:
     lines = [made_up_line(step, "train") for step in range(1, 7)]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join([*lines[:2], lines[2][:9] + lines[3], "\0\0\n", *lines[4:], '{"step"']))
@@ -180,14 +180,14 @@ def made_up_line(step: int, kind: str) -> str:
 
 
 def moved_bytes() -> int:
-    """What this process has read and written so far."""
+    """Return how many bytes this process has read and written so far."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["rchar"]) + int(counts["wchar"])
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_line_before_the_checkpoint_is_not_written_again(tmp_path: Path, kind: str) -> None:
-    """The last one of its kind may be long ago, and then a restart does not look at it."""
+    """The newest line of its kind may be so far back that a restart does not read it."""
     other = "eval" if kind == "train" else "train"
     lines = made_up_line(1, kind) + "".join(made_up_line(step, other) for step in range(2, 4001))
     (tmp_path / "metrics.jsonl").write_text(lines)
@@ -199,7 +199,7 @@ def test_line_before_the_checkpoint_is_not_written_again(tmp_path: Path, kind: s
     assert (tmp_path / "metrics.jsonl").read_text() == lines
 
 
-def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
+def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, Position(), saved=Position(), tensorboard=False)
     metrics.write(entry(1, {"train/loss": math.nan, "train/lr": math.inf, "train/images_per_s": 1234.0}))
     metrics.close()
@@ -207,7 +207,7 @@ def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
     assert (line["train/loss"], line["train/lr"], line["train/images_per_s"]) == (None, None, 1234.0)
 
 
-def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_full_disk_is_an_error_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics = Metrics(tmp_path, Position(), saved=Position(), tensorboard=False)
     for write in (lambda: metrics.write(entry(1, {"train/loss": 1.0})), metrics.close):

@@ -1,4 +1,4 @@
-"""A run of three ranks hangs: `stacks` says which rank is somewhere else, and where."""
+"""`rankup stacks` of a run that hangs says which of three ranks is at another place, and where."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ def shown(run: Path, *words: str) -> str:
 
 
 def shown_at_last(run: Path, *patterns: str) -> str:
-    """What the command shows once all ranks have come to where they hang or wait."""
+    """Wait until the command shows all these places, where ranks hang or wait. Return what it shows."""
     said = ""
 
     def all_there() -> bool:
@@ -51,14 +51,14 @@ def shown_at_last(run: Path, *patterns: str) -> str:
 
 
 @pytest.mark.parametrize(("where", "order", "odd"), [
-    # In the rank's DataLoader worker; the rank itself waits for it
+    # The rank's DataLoader worker hangs, and the rank waits for the worker
     ("data", {"sleep_s": 1000}, r"rank 1: data: next of a DataLoader \(loop\.py:\d+ batches_to_end\) of step \d+\n"),
     ("loss", {"sleep_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe of step \d+\n"),
-    # No thread of Python runs in that process any more, and what it said of its step is old
+    # No Python thread runs in this process any more, so the step that it reported is old
     ("loss", {"hold_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe\b.*\n"),
     ("loss", {"signal": "SIGSTOP"}, r"rank 1: does not answer: it is stopped \(SIGSTOP\)"),
 ], ids=["worker", "sleep", "lock", "stopped"])
-def test_rank_that_hangs_is_somewhere_else(
+def test_stacks_name_the_rank_that_hangs_at_another_place(
     where: str, order: dict[str, object], odd: str, forks: Forks, tmp_path: Path
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
@@ -66,7 +66,7 @@ def test_rank_that_hangs_is_somewhere_else(
     with forks.running("train", *settings(run), world_size=WORLD, env=env) as job:
         job.wait_until(arrived.exists, "hang")
         shown_at_last(run, odd, WAITING if where == "data" else "ranks 0, 2: ")
-        assert all(process.code is None for process in job.processes), "it only looks"
+        assert all(process.code is None for process in job.processes), "the command must end no rank"
         full = shown(run, "--full")
         assert "rank 0 on " in full
         assert full.count("(most recent call first)") > WORLD
@@ -74,12 +74,12 @@ def test_rank_that_hangs_is_somewhere_else(
     assert re.search(r"^ranks? 0(, 2)?: ended, on \S+; last stacks at .*: ", over, re.MULTILINE), over
 
 
-def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_path: Path) -> None:
+def test_stack_signal_to_all_processes_of_a_job_changes_nothing(forks: Forks, tmp_path: Path) -> None:
     run, arrived, go = tmp_path / "run", tmp_path / "arrived", tmp_path / "go"
     order = probe("loss", 6, rank=1, tell=str(arrived), until=str(go))
     with forks.running("train", *settings(run), world_size=WORLD, env=order) as job:
         job.wait_until(arrived.exists, "step")
-        for process in job.processes:  # as a batch system does it: to the workers too
+        for process in job.processes:  # workers too, as a batch system signals them
             process.signal_group("SIGUSR2")
         files = [run / "stacks" / f"rank-{rank}.txt" for rank in range(WORLD)]
         job.wait_until(lambda: all('"why": "asked"' in file.read_text() for file in files), "their stacks")
@@ -91,7 +91,7 @@ def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_pa
 def launched(
     forks: Forks, *words: str | Path, env: dict[str, str], nodes: int = 1
 ) -> Iterator[tuple[Process, Callable[[], str]]]:
-    """`launch` with three ranks: the last node's agent, and what all have printed so far."""
+    """Run `launch` with three ranks. Yield the last node's agent, and a function that returns all output so far."""
     where = (f"--nproc={WORLD // nodes}", f"--nnodes={nodes}", "--master-addr=127.0.0.1",
              f"--master-port={free_port()}")
     with ExitStack() as stack:
@@ -100,7 +100,7 @@ def launched(
         yield agents[-1].processes[0], lambda: "\n".join(agent.output for agent in agents)
 
 
-def test_any_machine_that_sees_the_disk_reads_the_answers_and_no_agent_dies_of_the_signal(
+def test_stacks_are_readable_from_another_machine_and_agents_ignore_the_signal(
     forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
@@ -110,7 +110,7 @@ def test_any_machine_that_sees_the_disk_reads_the_answers_and_no_agent_dies_of_t
         shown_at_last(run, WAITING, "rank 1: data: next of a DataLoader")
 
         process.signal("SIGUSR2")
-        # On a machine that shares the disk and sees none of the processes
+        # As on a machine that shares the disk, but sees none of the processes
         monkeypatch.setattr(stacks, "host_name", lambda: "login")
         monkeypatch.setattr(stacks.Answer, "alive", False)
         assert main(["stacks", str(run)]) == 0
@@ -139,7 +139,7 @@ dist.barrier()
 """
 
 
-def test_script_of_the_users_shows_its_stacks_too(forks: Forks, tmp_path: Path) -> None:
+def test_stacks_of_an_unchanged_script_are_shown_too(forks: Forks, tmp_path: Path) -> None:
     run, arrived, script = tmp_path / "run", tmp_path / "arrived", tmp_path / "train.py"
     script.write_text(SCRIPT)
     words, env = (f"--run-dir={tmp_path}", "--name=run", script, arrived), {"PATH_BEFORE": environment()["PYTHONPATH"]}
@@ -149,21 +149,21 @@ def test_script_of_the_users_shows_its_stacks_too(forks: Forks, tmp_path: Path) 
         assert process.code is None
 
 
-def test_run_that_nobody_has_started_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stacks_of_a_run_that_never_started_are_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").touch()
     assert main(["stacks", str(tmp_path)]) == 2
     assert "RUN must be a run whose ranks can be asked, got no stacks/rank-N.txt in" in capsys.readouterr().err
 
 
-# Whom a request may reach, and what is read ---------------------------------------------------------------------------
+# Which processes get the signal, and which files are read -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stranger", [False, True])
-def test_process_that_must_not_get_the_signal_is_not_sent_it(
+def test_stack_signal_is_not_sent_to_processes_that_would_die_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stranger: bool
 ) -> None:
-    """A rank that would die of it, as it has no handler yet; or another process that has got the rank's number."""
+    """One is a rank that has no handler yet. The other (`stranger`) is another process that now has the rank's pid."""
     monkeypatch.setattr(stacks, "ANSWER_STACKS_S", (0.2, 0.2))
     handler = "signal.signal(signal.SIGUSR2, lambda *_: exit(3));" if stranger else ""
     code = f"import signal, time; {handler} print(1, flush=True); time.sleep(600)"
@@ -182,21 +182,21 @@ def test_process_that_must_not_get_the_signal_is_not_sent_it(
             process.kill()
 
 
-def test_files_of_an_attempt_with_more_ranks_are_not_read(tmp_path: Path) -> None:
+def test_stack_files_of_an_attempt_with_more_ranks_are_not_read(tmp_path: Path) -> None:
     for rank in range(4):
         os.utime(announce_stacks(tmp_path, rank, 4, os.getpid()), (1, 1))
     announce_stacks(tmp_path, 0, 2, os.getpid())
     assert [answer.rank for answer in stacks.written(tmp_path)] == [0, 1]
 
 
-def test_attempt_that_was_refused_is_not_asked_in_place_of_the_live_one(tmp_path: Path) -> None:
+def test_refused_attempt_does_not_replace_the_live_ranks_stack_file(tmp_path: Path) -> None:
     for pid in (os.getpid(), 2**22 + 1):
         announce_stacks(tmp_path, 0, 1, pid)
     (answer,) = stacks.written(tmp_path)
     assert answer.pid == os.getpid()
 
 
-def test_dump_that_lacks_the_main_thread_is_still_being_written(tmp_path: Path) -> None:
+def test_stack_dump_without_the_main_thread_counts_as_unfinished(tmp_path: Path) -> None:
     path, frame = announce_stacks(tmp_path, 0, 1, os.getpid(), main="0x7f01"), '  File "/me/a.py", line 1 in look\n'
     for thread, place in ((0, "has written no stacks"), (1, "a.py:1 look")):
         with path.open("a") as file:
@@ -204,7 +204,7 @@ def test_dump_that_lacks_the_main_thread_is_still_being_written(tmp_path: Path) 
         assert stacks.written(tmp_path)[0].place == place
 
 
-def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_path: Path) -> None:
+def test_damaged_stack_file_is_skipped_and_its_rank_is_named_as_missing(tmp_path: Path) -> None:
     with announce_stacks(tmp_path, 1, 3, 2**22 + 1).open("a") as file:
         file.write("Thread")
     (tmp_path / "stacks" / "rank-0.txt").write_text("# {\n")

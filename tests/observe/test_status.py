@@ -1,4 +1,4 @@
-"""`status` of runs that train, were killed, have finished, and of runs that report no steps."""
+"""`rankup status` of runs that train, were killed, have finished, or report no steps."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ LAUNCH = ("launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_worklo
 
 
 def status(*words: str | Path) -> str:
-    """What the command prints."""
+    """Run `status`. Return what it prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(["status", *map(str, words)]) == 0
     return out.getvalue()
@@ -40,8 +40,8 @@ def as_json(*words: str | Path) -> Any:
     return json.loads(status(*words, "--json"))
 
 
-def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(forks: Forks, tmp_path: Path) -> None:
-    """Rank 1 stands still in step 4 of 14 while the others wait for it; then it is killed, and all go on."""
+def test_status_follows_a_run_through_a_kill_to_its_end(forks: Forks, tmp_path: Path) -> None:
+    """Rank 1 hangs in step 4 of 14 and the others wait for it. Then it is killed, and the job restarts and finishes."""
     go, there = tmp_path / "go", tmp_path / "there"
     probe = {"where": "loss", "call": 6, "rank": 1, "tell": str(there), "until": str(go), "sleep_s": 0}
     with forks.running(*LAUNCH, "--run-dir", tmp_path, env={"PROBE": json.dumps(probe)}) as job:
@@ -71,7 +71,7 @@ def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(forks: Fork
         (victim,) = [each for each in psutil.Process(job.processes[0].pid).children(recursive=True)
                      if rank_of(each) == 1]
         victim.kill()
-        go.touch()  # for the one in its place
+        go.touch()  # for the new rank 1
         assert job.wait() == [0], job.output
         last_screen = watching.communicate(timeout=120)[0]
         assert (watching.returncode, len(re.findall("^state +finished", last_screen, re.MULTILINE))) == (0, 1)
@@ -87,7 +87,7 @@ def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(forks: Fork
     assert re.search(r"restarts \(1\)\n.* after step 3: lost a peer at step 3: rank 1 on ", text)
 
 
-def test_status_of_somebody_elses_script_while_it_runs(forks: Forks, tmp_path: Path) -> None:
+def test_status_of_an_unchanged_script_while_it_runs(forks: Forks, tmp_path: Path) -> None:
     script, go, own = tmp_path / "job.py", tmp_path / "go", tmp_path / "own"
     script.write_text(
         "import os, signal, sys, time\n"
@@ -116,9 +116,9 @@ def test_status_of_somebody_elses_script_while_it_runs(forks: Forks, tmp_path: P
 
 
 def stage(run: Path, *, attempts: int = 1, ago_s: float = 0.0, odd: dict[int, dict[str, Any]] | None = None) -> None:
-    """What a run of 40 ranks leaves that trained so long ago, after some attempts that nobody wrote an end for.
-    `odd`: ranks that differ."""
-    now = time.time() + 30 - ago_s  # in the future: where this test has to wait, no rank gets late
+    """Write the files of a run of 40 ranks that trained `ago_s` ago, after attempts without a recorded end. `odd`:
+    the ranks whose reports differ."""
+    now = time.time() + 30 - ago_s  # in the future, so that no heartbeat gets old if this test is slow
     write_json(run / "run.json", {"run": "r"})
     for number in range(attempts):
         own = report(0, 12, began=now - 100 + number, lasted_s=100 - number, steps=50)
@@ -131,7 +131,7 @@ def stage(run: Path, *, attempts: int = 1, ago_s: float = 0.0, odd: dict[int, di
     os.utime(run / "status.json", (now, now))
 
 
-def test_status_shows_the_last_attempts_and_ranks_that_stand_alike_in_a_row(tmp_path: Path) -> None:
+def test_status_shows_the_last_attempts_and_groups_equal_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     stage(run, attempts=8, odd={
         7: {"waiting": True, "for_s": 75.0}, 20: {"seen": time.time() - 3600}, 21: {"host": "there"},
@@ -146,13 +146,13 @@ def test_status_shows_the_last_attempts_and_ranks_that_stand_alike_in_a_row(tmp_
     assert "attempt  a-7" in text
     assert "restarts (7)" in text
     assert text.count("after step 12: no rank recorded why: it was killed, or its machine was lost") == 5
-    # An attempt that finished the run was not restarted: more epochs were asked for
+    # An attempt that finished the run counts as no restart: later more epochs were asked for
     replace(read_reports(run)[0], finished=True).write(run)
     assert len(json.loads(status(run, "--json"))["restarts"]) == 6
 
 
 def test_status_of_a_run_that_reports_no_steps(tmp_path: Path) -> None:
-    """Of somebody's own script: only how its ranks ended is known."""
+    """An unchanged script reports no steps, so `status` knows only how its ranks ended."""
     file = StatusFile(tmp_path / "own", RankEnv(world_size=2, attempt="a-1"))
     file.write_summary([])
     text = status(tmp_path / "own")
@@ -163,7 +163,7 @@ def test_status_of_a_run_that_reports_no_steps(tmp_path: Path) -> None:
     assert re.search(r"^1 +node0 +failed with exit code 1$", text, re.MULTILINE)
 
 
-def test_status_of_all_runs_is_a_line_each_and_the_newest_first(tmp_path: Path) -> None:
+def test_status_of_all_runs_has_a_line_for_each_run_newest_first(tmp_path: Path) -> None:
     assert status("--run-dir", tmp_path) == f"no runs in {tmp_path}\n"
     stage(tmp_path / "training", attempts=2)
     stage(tmp_path / "killed", ago_s=215)
@@ -186,7 +186,7 @@ def test_status_of_all_runs_is_a_line_each_and_the_newest_first(tmp_path: Path) 
 def test_status_of_a_damaged_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     stage(run)
-    assert main(["status", "x" * 300]) == 2  # the system refuses to look, as into a folder of another user
+    assert main(["status", "x" * 300]) == 2  # the system refuses this name, as it would refuse another user's folder
     assert "There are: " in capsys.readouterr().err
     report = next(run.glob("status/*/progress-*.json"))
     for damaged, text in ((report, report.read_text().replace('"attempt": "', f'"attempt": "{"x" * 300}')),

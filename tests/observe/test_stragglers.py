@@ -1,4 +1,4 @@
-"""Which rank is called slow, and when: from numbers alone. And in a real run of three ranks the slow one is named."""
+"""Which rank is called slow, and when: tested with made-up and recorded numbers, and in real runs with a slow rank."""
 
 import json
 import os
@@ -28,11 +28,11 @@ RECORDED = Path(__file__).parent / "recorded_windows.jsonl"
 HOSTS = ["node0", "node0", "node1", "node1"]
 
 
-Window = tuple[int, torch.Tensor]  # its first step, and the seconds of data, compute and waiting by rank
+Window = tuple[int, torch.Tensor]  # first step, and the seconds of data, compute and waiting by rank
 
 
 def windows(*ranks: tuple[float, float], first: int = 1, count: int = 20) -> list[Window]:
-    """Of steps in which each rank takes (data, compute) seconds, and waits for the slowest."""
+    """Return windows of steps in which each rank takes (data, compute) seconds, and waits for the slowest rank."""
     longest = max(sum(rank) for rank in ranks)
     seconds = torch.tensor([[data, compute, longest - data - compute] for data, compute in ranks], dtype=torch.float64)
     return [(first + number * STEPS, seconds) for number in range(count)]
@@ -50,7 +50,7 @@ def said(ranks: RankReports, found: list[Window]) -> list[str]:
 USUAL = (0.002, 0.05)
 
 
-def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> None:
+def test_lasting_slowness_is_reported_once_with_its_reason_and_start() -> None:
     ranks = compared(HOSTS)
     assert said(ranks, windows(*[USUAL] * 4, count=10)) == []
     slow = windows(USUAL, USUAL, USUAL, (0.002, 0.0594), first=501, count=50)
@@ -61,14 +61,14 @@ def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> No
     assert said(ranks, [*windows(*[USUAL] * 4), *slow]) == []
 
 
-def test_a_rank_that_does_not_hold_up_the_others_is_not_slow() -> None:
-    """On a GPU data may come late and still in time: the host is ahead of the GPU."""
+def test_rank_that_does_not_delay_the_others_is_not_slow() -> None:
+    """On a GPU slow data may still come in time, because the host is ahead of the GPU."""
     late = torch.tensor([[0.002, 0.05, 0.01], [0.03, 0.05, 0.01], [0.002, 0.05, 0.01]])
     assert said(compared(HOSTS[:3]), [(1, late)] * 20) == []
 
 
-def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
-    """4 samples on three ranks, and a rank that is slow besides."""
+def test_rank_with_one_more_sample_is_not_slow() -> None:
+    """Three ranks share 4 samples. Then the rank with two of them is slow as well."""
     load = [part_of([0, 0, 0, 0], rank, 3)[1] for rank in range(3)]
     assert load == [1.5, 0.75, 0.75]
 
@@ -83,7 +83,7 @@ def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
 
 
 def recorded(number: int) -> tuple[str, list[Window]]:
-    """Windows of a second each, of jobs on two CPUs that had twice as much to do as they could; which part was slow."""
+    """Return the slow part, and windows of a second each. They were recorded on two CPUs with twice the work."""
     case = json.loads(RECORDED.read_text().splitlines()[number])
     steps = [0, *(last for last, *_ in case["windows"])]
     pairs = zip(steps, case["windows"], strict=False)
@@ -91,8 +91,8 @@ def recorded(number: int) -> tuple[str, list[Window]]:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_recorded_windows_of_busy_machines_name_the_slow_rank_alone(number: int) -> None:
-    """Two healthy jobs; then the last of two ranks is slow by a tenth, and that of three by a fifth."""
+def test_recorded_windows_of_busy_machines_name_only_the_slow_rank(number: int) -> None:
+    """Two jobs are healthy. In the others the last of two ranks is 10 % slower, or the last of three is 20 % slower."""
     part, found = recorded(number)
     assert len(found) > 80 or part != "healthy"
     slow = len(found[0][1]) - 1
@@ -106,7 +106,7 @@ USUAL_S, SLOW_S = 0.005, 0.1
 
 
 def short_windows() -> None:
-    """Preloaded: windows of two steps of the slow rank, in place of seconds."""
+    """Preloaded. Make a window as long as two steps of the slow rank."""
     stragglers.WINDOW_S = 2 * SLOW_S
 
 
@@ -119,7 +119,7 @@ class Samples(TensorSamples):
 
 
 def build(config: Config) -> Workload:
-    """One rank is slower in one part. Ranks sleep in place of working: they take the CPU from nobody."""
+    """Build a workload whose one rank is slower in one part. Ranks sleep instead of using CPU time that others need."""
     slow = os.environ.get("RANK") == str(config.options["rank"])
     waits_s = {part: SLOW_S if slow and part == config.options["part"] else USUAL_S for part in ("data", "compute")}
 
@@ -133,8 +133,8 @@ def build(config: Config) -> Workload:
 
 
 @pytest.mark.parametrize(("world_size", "part"), [(3, "data"), (2, "compute")])
-def test_the_slow_rank_of_a_run_is_named(forks: Forks, tmp_path: Path, world_size: int, part: str) -> None:
-    """By gloo and, of two ranks of one host, by the memory that they share. All of them take as long for a step."""
+def test_slow_rank_of_a_run_is_named(forks: Forks, tmp_path: Path, world_size: int, part: str) -> None:
+    """Three ranks exchange gradients by gloo, two of one host by shared memory. A step lasts equally long on each."""
     train = ("train", "--workload", f"{__name__}:build", "--options.part", part, "--options.rank", "1", "--batch-size",
              "12", "--epochs", "1000", "--log-every-steps", "2", "--run-dir", tmp_path, "--name", "run",
              "--tensorboard=false")
@@ -146,7 +146,7 @@ def test_the_slow_rank_of_a_run_is_named(forks: Forks, tmp_path: Path, world_siz
 
 
 def test_saves_of_rank_0_hide_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each report is a window later; in every other one rank 0 writes a copy beside its steps."""
+    """There is one report for each window. Rank 0 writes a copy in the background in every other window."""
     now, own, spoken = SimpleNamespace(s=0.0), SimpleNamespace(), list[str]()
     monkeypatch.setattr(stragglers, "time", SimpleNamespace(monotonic=lambda: now.s))
 
@@ -159,7 +159,7 @@ def test_saves_of_rank_0_hide_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> N
     clock: Any = SimpleNamespace(take=lambda: [0.0, own.s, max(0.0, 0.6 - own.s)])
     reports = RankReports(group, clock, step=0)
     for number in range(1, 4 * ROW):
-        saving = number % 4 == 1  # it ends in the next window
+        saving = number % 4 == 1  # the save ends in the next window
         own.s = 0.8 if number % 4 in (1, 2) else 0.5
         now.s += 5.0
         reports.exchange([1.0], step=10 * number, saving=saving)
@@ -171,14 +171,14 @@ def test_saves_of_rank_0_hide_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """`clock.s` is the time."""
+    """A clock whose time is `clock.s`."""
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr(stragglers, "time", SimpleNamespace(perf_counter=lambda: now.s))
     return now
 
 
 class Backward(torch.autograd.Function):
-    """A backward pass that takes 5 seconds, after which the exchange takes 7."""
+    """A backward pass that computes for 5 seconds, and an exchange of 7 seconds after it."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, later: Callable[[float], None]) -> torch.Tensor:
@@ -206,7 +206,7 @@ def a_step(steps: StepClock, later: Callable[[float], None]) -> None:
     steps.mark(COMPUTE)
 
 
-def test_a_step_is_split_where_backward_has_computed_and_waits(clock: SimpleNamespace) -> None:
+def test_step_clock_separates_the_exchange_from_the_backward_pass(clock: SimpleNamespace) -> None:
     def later(seconds: float) -> None:
         clock.s += seconds
 
@@ -218,10 +218,10 @@ def test_a_step_is_split_where_backward_has_computed_and_waits(clock: SimpleName
     assert steps.take() == [0.0, 0.0, 0.0]
 
 
-def test_events_of_a_gpu_are_read_when_it_is_done_with_them(
+def test_gpu_events_are_read_only_after_the_gpu_has_reached_them(
     clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host is done in no time, and the GPU goes through its queue later."""
+    """The host only queues work, and the GPU does the work later."""
     gpu = SimpleNamespace(queued_s=0.0, done_s=0.0)
 
     class Event:

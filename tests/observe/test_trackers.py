@@ -1,6 +1,6 @@
-"""Trackers, asked what they have: MLflow's own server over HTTP, and the files that W&B writes offline.
+"""What MLflow's real server has, and what W&B's offline files have.
 
-One run for all attempts, each step once, whatever happened, and a tracker that is not there changes nothing.
+All attempts are one run with each step once, whatever happened. A tracker that is away changes nothing in the training.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ MADE_UP = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch
            "--eval-batch-size", "4", "--join-timeout-s", "30", "--schedule", "constant")
 RUN = "0123456789abcdef"
 PASSWORD = "not-for-any-file"
-# In the second epoch: the newest checkpoint is of step 8
+# The kill comes in the second epoch, so the newest checkpoint is of step 8
 KILLED = {"PROBE": json.dumps({"where": "loss", "call": 16, "signal": "SIGKILL", "saved": True, "before_s": 0.5})}
 
 
@@ -39,7 +39,7 @@ def at(run: Path) -> tuple[str, ...]:
 
 
 def written(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """The curves that a tracker should have: name -> step and value of each point."""
+    """Return the curves that a tracker should have: name -> step and value of each point."""
     found: dict[str, list[tuple[int, float]]] = {}
     for entry in metrics(run):
         for name, value in entry.items():
@@ -49,7 +49,7 @@ def written(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def assert_same(shown: list[tuple[int, float]], expected: list[tuple[int, float]], name: str) -> None:
-    """Each step once. Speeds of steps that were done again are those of the first time."""
+    """Check that each step is there once. Speeds are not compared: of repeated steps a tracker has the first speed."""
     assert [step for step, _ in shown] == [step for step, _ in expected], name
     if is_comparable(name):
         assert [value for _, value in shown] == pytest.approx([value for _, value in expected], rel=1e-6), name
@@ -65,7 +65,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def mlflow_at(server: Server) -> dict[str, str]:
-    # A server without passwords takes any
+    # A server without passwords accepts any password
     return {"MLFLOW_TRACKING_URI": server.url.replace("//", f"//me:{PASSWORD}@")}
 
 
@@ -79,8 +79,8 @@ def files_with_the_password(folder: Path) -> list[str]:
     return [str(path) for path in files if PASSWORD.encode() in path.read_bytes()]
 
 
-def test_mlflow_has_one_run_of_two_attempts_and_each_step_once(forks: Forks, server: Server, tmp_path: Path) -> None:
-    """Its password is in no file and no line."""
+def test_mlflow_has_one_run_for_two_attempts_and_each_step_once(forks: Forks, server: Server, tmp_path: Path) -> None:
+    """The password is in no file and not in the output."""
     folder = tmp_path / "killed"
     command = (*MADE_UP, "--epochs", "3", "--tracker", "mlflow", *at(folder))
     output = forks.ends(*command, env={**mlflow_at(server), **KILLED}, code=-9)
@@ -89,7 +89,7 @@ def test_mlflow_has_one_run_of_two_attempts_and_each_step_once(forks: Forks, ser
     assert_same(before, written(folder)["train/loss"], "train/loss")
     assert 8 < before[-1][0] < 16
     output += forks.ends(*command, env=mlflow_at(server))
-    assert "resumed from step-00000008" in output  # the steps from 9 on are done again
+    assert "resumed from step-00000008" in output  # steps 9 and later are repeated
 
     run = server.only_run("killed", "FINISHED")
     expected = written(folder)
@@ -106,8 +106,8 @@ def test_mlflow_has_one_run_of_two_attempts_and_each_step_once(forks: Forks, ser
     assert files_with_the_password(folder) == []
 
 
-def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, server: Server, tmp_path: Path) -> None:
-    """It costs one line, and the weights are those of a run without a tracker."""
+def test_mlflow_server_that_was_down_gets_all_lines_later(forks: Forks, server: Server, tmp_path: Path) -> None:
+    """The missing server costs one line, and the weights are those of a run without a tracker."""
     command = (*MADE_UP, "--tracker", "mlflow", *at(tmp_path / "late"))
     away = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{free_port()}"}
     output = forks.ends(*command, "--epochs", "1", env=away)
@@ -122,7 +122,7 @@ def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, serve
     found = server.only_run("late", "FINISHED")
     assert_same(server.curve(found, "train/loss"), written(tmp_path / "late")["train/loss"], "train/loss")
 
-    # More epochs: the same run goes on. MLflow's parameters can't change
+    # More epochs extend the same run. MLflow's parameters can't change
     forks.ends(*command, "--epochs", "2", env=mlflow_at(server))
     wait_for("its last step", lambda: server.curve(found, "train/loss")[-1][0] == 16)
     assert [step for step, _ in server.curve(found, "train/loss")] == list(range(1, 17))
@@ -130,7 +130,7 @@ def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, serve
     assert parameters(found)["epochs"] == "1"
 
 
-def test_mlflow_gets_more_settings_and_curves_than_it_takes_at_once(server: Server, tmp_path: Path) -> None:
+def test_mlflow_gets_more_settings_and_curves_than_one_request_takes(server: Server, tmp_path: Path) -> None:
     facts = Facts("mlflow", RUN, str(tmp_path / "many"), {"long": "x" * 7000, **{f"s{n}": n for n in range(250)}})
     facts.folder.mkdir()
     (facts.folder / "metrics.jsonl").write_text(line(1, **{f"eval/class {n}": n / 2 for n in range(1200)}))
@@ -147,7 +147,7 @@ def test_mlflow_gets_more_settings_and_curves_than_it_takes_at_once(server: Serv
     assert (len(settings), settings["s249"], settings["long"]) == (251, "249", "x" * 6000)
 
 
-def test_server_that_never_answers_holds_up_nothing(forks: Forks, tmp_path: Path) -> None:
+def test_tracker_server_that_never_answers_delays_nothing(forks: Forks, tmp_path: Path) -> None:
     stop = {"PROBE": json.dumps({"where": "loss", "call": 6, "signal": "SIGTERM"})}
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -157,7 +157,7 @@ def test_server_that_never_answers_holds_up_nothing(forks: Forks, tmp_path: Path
     assert [entry["step"] for entry in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_no_server_named_is_the_users_mistake(forks: Forks, tmp_path: Path) -> None:
+def test_mlflow_without_an_address_is_the_users_mistake(forks: Forks, tmp_path: Path) -> None:
     output = forks.ends(*MADE_UP, "--tracker", "mlflow", *at(tmp_path / "run"), world_size=2, code=2)
     assert "tracker: MLFLOW_TRACKING_URI must be set for mlflow, got nothing." in output
 
@@ -183,11 +183,11 @@ def test_wandb_files_have_one_run_and_each_step_once(forks: Forks, tmp_path: Pat
         assert_same([(row["step"], row[name]) for row in rows.history if name in row], points, name)
     assert rows.config["epochs"] == 3
     assert files_with_the_password(run) == []
-    # Nothing about the machine, its packages, or the repository that the run was started in
+    # There are no files about the machine, its packages, or the repository in which the run was started
     assert not [*run.rglob("offline-run-*/files/*")]
 
 
-def test_wandb_without_a_key_is_one_line(forks: Forks, tmp_path: Path) -> None:
+def test_wandb_without_a_key_gives_one_line(forks: Forks, tmp_path: Path) -> None:
     output = forks.ends(
         *MADE_UP, "--epochs", "1", "--tracker", "wandb", *at(tmp_path / "run"), env={"HOME": str(tmp_path)}
     )
@@ -204,7 +204,7 @@ def line(step: int, **values: float) -> str:
     return json.dumps({"step": step, "time": 1.0, **values}) + "\n"
 
 
-def test_each_line_is_sent_once_where_the_tracker_fails_and_the_next_attempt_cuts_the_file(
+def test_sender_sends_each_line_once_despite_failures_and_a_cut_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracked = SimpleNamespace(sent=[], fails=False, address="nowhere", end=lambda state: None)
@@ -232,13 +232,13 @@ def test_each_line_is_sent_once_where_the_tracker_fails_and_the_next_attempt_cut
     tracked.fails = False
     one.look()
 
-    cut_after(path, 4, 4)  # by the attempt after a kill of this sender's rank
+    cut_after(path, 4, 4)  # as the next attempt does after the kill of this sender's rank
     with path.open("a") as file:
         file.write(line(5) + line(6))
     one.look()
     new = Sender(facts)
     new.look("stopped")
-    with path.open("a") as file:  # longer than before: the old one is in the middle of a line
+    with path.open("a") as file:  # longer than before, so the old sender is in the middle of a line
         file.write("".join(line(step) for step in range(70, 76)))
     with contextlib.suppress(ValueError):
         one.look("failed")
@@ -248,7 +248,7 @@ def test_each_line_is_sent_once_where_the_tracker_fails_and_the_next_attempt_cut
     assert tracked.sent == [*curve[:4], *named, *curve[4:]]
 
 
-def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_removed_from_tracker_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "")
     text = f"http://me:word@host:5000/api: bad key {'0' * 40}, s3://bucket/x"
@@ -258,7 +258,7 @@ def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> N
     assert without_secrets("http://host:5000/#/runs/1 of s3://b/x@2") == "http://host:5000/#/runs/1 of s3://b/x@2"
 
 
-def test_missing_package_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_package_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
     way_out = r"on rank 0's node\. pip install 'rankup\[wandb\]', or '\.\[wandb\]' in a checkout\."
     with pytest.raises(UserError, match=f"wandb must be installed {way_out}"):

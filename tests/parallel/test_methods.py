@@ -214,7 +214,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> Met
 
 @pytest.mark.parametrize("settings", [{"device_ids": "0,2"}, {"device_ids": "1,1"}])
 def test_dp_refuses_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="must each name another one of the 2 visible GPUs"):
+    with pytest.raises(UserError, match="must name different ones of the 2 visible GPUs"):
         on_gpus(monkeypatch, 2, **settings).wrap(nn.Linear(2, 2))
 
 

@@ -1,4 +1,4 @@
-"""One live attempt owns a run directory, with the kernel's locks and without, on one machine and on several."""
+"""One live attempt owns a run directory, with the kernel's locks or without, on one machine or several."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ from tests.rigs.checkpoints import steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, result
 
-FOR_EVER_S = 600.0  # waiting for this long is a failure, and so is
+FOR_EVER_S = 600.0  # a wait of this length makes a test fail
 pytestmark = pytest.mark.timeout(400)
 OWNER = """
 import sys, rankup.places.lease
@@ -53,7 +53,7 @@ def short_waits() -> None:
 
 
 def no_locks() -> None:
-    """A file system without locks, as NFS without its lock service."""
+    """Simulate a file system without locks, such as NFS without its lock service."""
 
     def lockf(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -102,7 +102,7 @@ def owner(folder: Path, where: str = "") -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rankup.places.lease, "LOCK_S", 0.5)
-    monkeypatch.setattr(fcntl, "lockf", fcntl.lockf)  # put back in the end
+    monkeypatch.setattr(fcntl, "lockf", fcntl.lockf)  # so that monkeypatch restores it
 
 
 def held(folder: Path) -> dict[str, Any]:
@@ -113,20 +113,20 @@ def held(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, None], ids=str)
-def test_lease_of_an_owner_that_is_gone_is_taken_at_once(tmp_path: Path, number: int | None) -> None:
-    """Killed, or released at its end."""
+def test_lease_of_an_owner_that_has_ended_is_taken_at_once(tmp_path: Path, number: int | None) -> None:
+    """The owner was killed, or released its lease at its end."""
     with owner(tmp_path) as process:
         if number is None:
             process.communicate("")
         else:
             rankup.places.lease.LOCK_S = FOR_EVER_S
-            threading.Timer(0.2, process.send_signal, [number]).start()  # it may take a moment to end
+            threading.Timer(0.2, process.send_signal, [number]).start()  # it may end a moment later
         assert held(tmp_path)["released"] == (number is None)
         with Lease(tmp_path, "second", life_s=FOR_EVER_S):
             assert held(tmp_path)["attempt"] == "second"
 
 
-def test_stopped_owner_is_alive_to_its_kernel(tmp_path: Path) -> None:
+def test_stopped_owner_on_the_same_machine_is_alive(tmp_path: Path) -> None:
     with owner(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(UserError, match="live attempt"), Lease(tmp_path, "second", life_s=0.2):
@@ -134,14 +134,14 @@ def test_stopped_owner_is_alive_to_its_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"token": 1}'])
-def test_lease_that_says_nothing_is_taken(tmp_path: Path, content: str) -> None:
+def test_meaningless_lease_is_taken(tmp_path: Path, content: str) -> None:
     (tmp_path / "lease.json").write_text(content)
     with Lease(tmp_path, "second", life_s=0.3) as lease:
         lease.check()
         assert held(tmp_path)["attempt"] == "second"
 
 
-def test_of_several_that_start_at_once_one_gets_it(tmp_path: Path) -> None:
+def test_one_of_several_simultaneous_attempts_gets_the_lease(tmp_path: Path) -> None:
     processes = [start_owner(tmp_path, number=number) for number in range(5)]
     try:
         answers = [said(process) for process in processes]
@@ -152,7 +152,7 @@ def test_of_several_that_start_at_once_one_gets_it(tmp_path: Path) -> None:
             end(process)
 
 
-def test_workers_forked_by_the_owner_do_not_keep_its_lock(tmp_path: Path) -> None:
+def test_workers_forked_by_the_owner_do_not_hold_its_lock(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     with Lease(tmp_path, "first"):
         if (child := os.fork()) == 0:
@@ -169,8 +169,8 @@ def test_workers_forked_by_the_owner_do_not_keep_its_lock(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("beat", [1, 2])
-def test_lines_are_taken_over_where_the_last_owner_may_have_had_no_time_for_it(beat: int, tmp_path: Path) -> None:
-    """The one before that may wake up, and has the file open."""
+def test_metrics_file_is_copied_if_the_last_owner_may_not_have_done_it(beat: int, tmp_path: Path) -> None:
+    """The owner before the last one may wake up, with the old file still open."""
     killed = {"token": "second", "kernel": kernel_id(), "beat": beat, "released": False}
     (tmp_path / "lease.json").write_text(json.dumps(killed))
     (opened := tmp_path / "metrics.jsonl").touch()
@@ -183,10 +183,8 @@ def test_lines_are_taken_over_where_the_last_owner_may_have_had_no_time_for_it(b
 
 
 @pytest.mark.parametrize(("where", "locks"), [("no_locks", False), ("on_machine_one", False), ("on_machine_one", True)])
-def test_owner_lives_by_its_beats_on_another_machine_or_where_there_are_no_locks(
-    tmp_path: Path, where: str, locks: bool
-) -> None:
-    """With `locks` each machine has its own, as with NFS mounted nolock: that ours is free says nothing."""
+def test_owner_lives_by_its_beats_without_locks_or_on_another_machine(tmp_path: Path, where: str, locks: bool) -> None:
+    """With `locks` each machine has its own, as with NFS mounted nolock: the free lock here proves nothing."""
     if not locks:
         no_locks()
     with owner(tmp_path, where) as process:
@@ -199,8 +197,8 @@ def test_owner_lives_by_its_beats_on_another_machine_or_where_there_are_no_locks
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_later_attempt_that_the_nodes_have_agreed_on_takes_over_at_once(tmp_path: Path, frozen: bool) -> None:
-    """Also from a process that is alive and has the kernel's lock. The former owner writes nothing more."""
+def test_agreed_later_attempt_takes_over_at_once(tmp_path: Path, frozen: bool) -> None:
+    """Even from a live process with the kernel's lock. The former owner writes nothing more."""
     with owner(tmp_path) as process:
         if frozen:
             process.send_signal(signal.SIGSTOP)
@@ -213,7 +211,7 @@ def test_later_attempt_that_the_nodes_have_agreed_on_takes_over_at_once(tmp_path
             assert held(tmp_path)["attempt"] == "attempt-2"
 
 
-def test_release_is_seen_while_a_silent_owner_is_watched(tmp_path: Path) -> None:
+def test_release_ends_the_wait_for_a_silent_owner(tmp_path: Path) -> None:
     no_locks()
     first = Lease(tmp_path, "first", beat_s=FOR_EVER_S)
     first.__enter__()
@@ -222,10 +220,10 @@ def test_release_is_seen_while_a_silent_owner_is_watched(tmp_path: Path) -> None
         pass
 
 
-def test_attempt_that_was_stopped_itself_takes_no_owner_for_dead(
+def test_attempt_that_was_stopped_does_not_take_the_owner_for_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With their whole machine: the owner gives its next heartbeat a moment later."""
+    """The whole machine was stopped, so the owner sends its next heartbeat only a moment later."""
     no_locks()
     owner, pauses = Lease(tmp_path, "first", beat_s=FOR_EVER_S), itertools.count()
     now = SimpleNamespace(s=0.0)
@@ -248,7 +246,7 @@ def waiting(until: Path, **more: Any) -> dict[str, str]:
     return {"PROBE": json.dumps({"where": "loss", "call": 14, "until": str(until), **more})}
 
 
-def test_second_attempt_is_refused_on_all_ranks_and_leaves_the_first_alone(forks: Forks, tmp_path: Path) -> None:
+def test_second_attempt_is_refused_on_all_ranks_and_disturbs_nothing(forks: Forks, tmp_path: Path) -> None:
     forks.ends(*train(tmp_path / "undisturbed"), world_size=2)
     run, go_on = tmp_path / "run", tmp_path / "go on"
     with forks.running(*train(run), world_size=2, env=waiting(go_on)) as first:
@@ -270,9 +268,8 @@ def test_second_attempt_is_refused_on_all_ranks_and_leaves_the_first_alone(forks
 
 
 def freeze() -> None:
-    """On machine one. FREEZE says where it waits for a file: in a save of step 16, before the run directory's files, or
-    when the file or folder of that name is about to go away.
-    """
+    """Stop on machine one until a file appears. FREEZE says where: in the save of step 16, before the files of the run
+    directory are written, or before the file or folder of that name is renamed or removed."""
     on_machine_one()
     from rankup.state import copies
     from rankup.state.run import Run
@@ -307,24 +304,24 @@ def freeze() -> None:
 
 
 @pytest.mark.parametrize("where", ["set-up", "result.json", "metrics.jsonl", "save", "step"])
-def test_frozen_job_that_was_taken_over_writes_nothing_more(forks: Forks, tmp_path: Path, where: str) -> None:
+def test_frozen_job_writes_nothing_after_another_one_took_over(forks: Forks, tmp_path: Path, where: str) -> None:
     run = tmp_path / "run"
     env = {"FOLDER": str(tmp_path), "FREEZE": where}
     if where == "step":
         env |= waiting(tmp_path / "go on", tell=str(tmp_path / "there"))
     preload, fresh = "tests.places.test_lease:{}", ()
-    if where == "metrics.jsonl":  # of an earlier run
+    if where == "metrics.jsonl":  # an earlier run wrote it
         (run / "checkpoints" / "earlier").mkdir(parents=True)
         (run / where).touch()
         fresh = ("--fresh",)
     with forks.running(*train(run, *fresh), env=env, preload=preload.format("freeze")) as first:
         first.wait_until((tmp_path / "there").exists, where)
-        if where == "save":  # its loop then waits for that one, and is not between a look at the owner and a line
+        if where == "save":  # the loop then waits for that save, and is not between a check of the owner and a write
             lines = run / "metrics.jsonl"
             first.wait_until(lambda: lines.read_text().count("eval/loss") == 3, "the evaluation of step 24")
         if where == "step":
             first.wait_until(lambda: steps(run / "checkpoints") == [8], "checkpoint")
-            (tmp_path / "metrics").hardlink_to(run / "metrics.jsonl")  # what it has open
+            (tmp_path / "metrics").hardlink_to(run / "metrics.jsonl")  # the file that the job has open
         first.processes[0].signal("SIGSTOP")
         output = forks.ends(*train(run), preload=preload.format("on_machine_two"))
         assert ("resumed from step-00000008" in output) == (where in ("save", "step"))

@@ -1,4 +1,4 @@
-"""--mirror: what was published is on a second place too, comes back from there, and never stops a training."""
+"""--mirror: what a run publishes is also at a second place, comes back from there, and never stops a training."""
 
 import json
 import shutil
@@ -14,12 +14,12 @@ from tests.rigs.jobs import outcome, result
 from tests.rigs.object_store import BUCKET, S3, Request
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
-# In step 9: the ranks agree to stop two steps after the one that they are in
+# In step 9: the ranks agree to stop after the next step, 10
 STOP: dict[str, Any] = {"where": "loss", "call": 11, "signal": "SIGTERM", "rank": 0}
 
 
 class Disks:
-    """A run directory and its mirror."""
+    """A run directory with its mirror."""
 
     def __init__(self, forks: Forks, folder: Path) -> None:
         self.forks, self.runs, self.mirror = forks, folder / "runs", folder / "mirror"
@@ -38,7 +38,7 @@ class Disks:
         return job.output
 
     def mirrored(self) -> list[str]:
-        """The names of the checkpoints on the mirror, without their digests."""
+        """Return the names of the checkpoints on the mirror, without their digests."""
         return sorted(path.parent.name[:13] for path in self.mirror.glob("run/*/checkpoints/*/*/manifest.json"))
 
     def lose(self) -> None:
@@ -59,7 +59,7 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return outcome(disks.run_dir)
 
 
-def test_lost_disk_comes_back_from_the_mirror(disks: Disks, undisturbed: dict[str, Any]) -> None:
+def test_lost_disk_is_restored_from_the_mirror(disks: Disks, undisturbed: dict[str, Any]) -> None:
     assert "the mirror" not in disks.run(code=143, **STOP)
     assert disks.mirrored()[-1] == "step-00000010"
     disks.lose()
@@ -67,13 +67,13 @@ def test_lost_disk_comes_back_from_the_mirror(disks: Disks, undisturbed: dict[st
     assert f"fetched step-00000010 from the mirror {disks.mirror}/run\n" in output
     assert "resumed from step-00000010" in output
     assert outcome(disks.run_dir) == undisturbed
-    assert len(disks.mirrored()) <= 3  # `keep`, and no more than one that was left out
+    assert len(disks.mirrored()) <= 3  # `keep`, even if an upload was skipped
     disks.lose()
     assert "is finished: 32 steps" in disks.run()
 
 
 @pytest.mark.parametrize("damage", ["newest here", "all here and the newest there"])
-def test_newest_whole_one_of_both_places(disks: Disks, undisturbed: dict[str, Any], damage: str) -> None:
+def test_newest_whole_checkpoint_of_both_is_resumed(disks: Disks, undisturbed: dict[str, Any], damage: str) -> None:
     disks.run("--max-steps=8")
     disks.run(code=143, **STOP)
     here = sorted((disks.run_dir / "checkpoints").iterdir())
@@ -83,21 +83,21 @@ def test_newest_whole_one_of_both_places(disks: Disks, undisturbed: dict[str, An
     if damage.endswith("there"):
         (there,) = disks.mirror.glob("run/*/checkpoints/*/step-00000018-*")
         flip(there / "model.safetensors", 99)
-        resumed = disks.mirrored()[-2]  # 16, or 8 if the upload of that was left out for the next
+        resumed = disks.mirrored()[-2]  # 16, or 8 if the upload of 16 was skipped for the next one
     output = disks.run()
     assert f"fetched {resumed} from the mirror" in output
     assert f"resumed from {resumed}" in output
     assert result(disks.run_dir)["digest"] == undisturbed["digest"]
 
 
-def test_checkpoint_of_a_rank_that_is_stopped_while_it_waits_for_data_comes_to_the_mirror(disks: Disks) -> None:
+def test_checkpoint_of_a_stop_while_waiting_for_data_reaches_the_mirror(disks: Disks) -> None:
     order: dict[str, Any] = {"where": "data", "call": 6, "signal": "SIGTERM", "to": "group"}
     output = disks.run("--num-workers=2", "--evaluate-every-epochs=4", code=143, **order, before_s=1.0, sleep_s=600)
     assert disks.mirrored()[-1] == max(path.name for path in (disks.run_dir / "checkpoints").glob("step-*"))
     assert "is not on the mirror" not in output
 
 
-def test_fresh_begins_anew_there_too_and_keeps_what_was_there(disks: Disks) -> None:
+def test_fresh_starts_a_new_run_on_the_mirror_and_keeps_the_old_one(disks: Disks) -> None:
     disks.run(code=143, **STOP)
     disks.lose()
     output = disks.run("--fresh", "--lr=0.25", code=143, **STOP | {"call": 3})  # saved at step 2
@@ -107,7 +107,7 @@ def test_fresh_begins_anew_there_too_and_keeps_what_was_there(disks: Disks) -> N
     assert "resumed from step-00000002" in disks.run("--lr=0.25", "--max-steps=4")
 
 
-def test_only_damaged_ones_are_left_there_and_nothing_begins_anew_without_a_word(disks: Disks) -> None:
+def test_mirror_with_only_damaged_checkpoints_is_an_error_not_a_fresh_start(disks: Disks) -> None:
     disks.run(code=143, **STOP)
     disks.lose()
     for path in disks.mirror.glob("run/*/checkpoints/*/*/model.safetensors"):
@@ -115,13 +115,13 @@ def test_only_damaged_ones_are_left_there_and_nothing_begins_anew_without_a_word
     assert "must hold a whole checkpoint, got only damaged ones" in disks.run(code=2)
 
 
-def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know_the_run(disks: Disks) -> None:
+def test_unreadable_mirror_that_alone_may_know_the_run_asks_for_a_retry(disks: Disks) -> None:
     disks.mirror.write_text("in the way")
     output = disks.run("--save-timeout-s=1", code=171)
     assert f"{disks.mirror}/run did not answer in time: " in output
 
 
-def test_mirror_in_a_store_that_denies_gets_the_newest_checkpoint_once_it_is_back(
+def test_mirror_that_denied_access_gets_the_newest_checkpoint_later(
     disks: Disks, s3: S3, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     url, go_on = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "go-on"
@@ -145,7 +145,7 @@ def test_mirror_in_a_store_that_denies_gets_the_newest_checkpoint_once_it_is_bac
     assert outcome(disks.run_dir) == undisturbed
 
 
-def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(disks: Disks, s3: S3, tmp_path: Path) -> None:
+def test_slow_upload_finishes_before_its_checkpoint_is_removed(disks: Disks, s3: S3, tmp_path: Path) -> None:
     url, go_on = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "go"
     begun, arrived = threading.Event(), threading.Event()
 
@@ -163,12 +163,12 @@ def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(disks: Dis
     with s3.door() as door:
         disks.env = door.env
         door.rule = hold
-        # A save that is waited for is known at once, else the one after it might come before the mirror begins
+        # With --save=sync the mirror hears of each save at once. Otherwise the next save might come before its upload
         job = disks.start("--keep=1", "--save=sync", mirror=url, where="loss", call=11, rank=0, until=str(go_on))
         job.wait_until(begun.is_set, "the upload of step 8")
         go_on.touch()
         job.wait_until(lambda: newest()[-1] >= "step-00000024", "the checkpoint of step 24")
-        assert newest()[0] == "step-00000008"  # it is still uploaded
+        assert newest()[0] == "step-00000008"  # still being uploaded
         arrived.set()
         assert job.wait() == [0, 0], job.output
         assert "the mirror" not in job.output

@@ -28,7 +28,7 @@ from tests.rigs.checkpoints import load_checkpoint, save, second_place, steps
 from tests.rigs.object_store import BUCKET, S3
 
 SEED = 20261124
-WAITS_S = 100  # for a busy machine
+WAITS_S = 100  # seconds, for a busy machine
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "os.listdir"}
 
 
@@ -37,15 +37,14 @@ def newest_good_step(directory: Path) -> int:
 
 
 class Writer:
-    """An attempt in a thread of its own. It freezes before its operation `number`, from 1 on, until `wake`.
+    """An attempt in its own thread. It freezes before its operation `number`, counted from 1, until `wake`.
 
-    `before` is called with the number of each operation. `ended`: None if it came to its end, or the error.
-    """
+    `before` is called with the number of each operation. `ended` is None after success, or the error."""
 
     def __init__(self, work: Callable[["Writer"], None], number: int = 0) -> None:
         self.number, self.count, self.before = number, 0, lambda count: None
-        self.counts = False  # from when it has looked who owns the run: before, it is no owner that could be late
-        self.owns = True  # False while it takes a folder: of two that do so at once, either may get it
+        self.counts = False  # true once it has checked the owner: before that it is no owner, and cannot be late
+        self.owns = True  # False while it takes a folder: if two do so at once, either may get it
         self.frozen_or_over, self._go_on = threading.Event(), threading.Event()
         self.ended: BaseException | None = None
 
@@ -62,7 +61,7 @@ class Writer:
         self._thread = threading.Thread(target=run, daemon=True)
 
     def start(self) -> None:
-        """Returns once it is frozen, or over."""
+        """Return once the attempt is frozen or has ended."""
         self._thread.start()
         assert self.frozen_or_over.wait(WAITS_S)
 
@@ -83,7 +82,7 @@ class Writer:
     def hold(self, place: SecondPlace, timeout_s: float) -> None:
         """Count the requests of `place` as operations."""
         place.patient(timeout_s)
-        # Of two that find a mirror at the same time the first to copy owns it
+        # If two find a mirror at the same time, the first to copy owns it
         is_owner = (lambda: True) if place.required else (lambda: place.lease.number > 0)
         place.place = replace(place.place, fs=_Held(place.place.fs, self, is_owner))
 
@@ -117,7 +116,7 @@ def _audit(event: str, values: tuple[Any, ...]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _audited() -> None:
-    sys.addaudithook(_audit)  # for the rest of the process: it costs one look into an empty dict
+    sys.addaudithook(_audit)  # for the rest of the process: it costs one lookup in an empty dict
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +124,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda number: None)
     monkeypatch.setitem(StoreLease.__init__.__kwdefaults__ or {}, "life_s", 0.02)
     for kind in (Lease, StoreLease):
-        monkeypatch.setattr(kind, "_beat", lambda self: None)  # the attempts below give their heartbeats themselves
+        monkeypatch.setattr(kind, "_beat", lambda self: None)  # the attempts send their heartbeats themselves
     # Each attempt is on a machine of its own: the kernel does not know whether another one is dead
     monkeypatch.setattr("rankup.places.lease.kernel_id", lambda: secrets.token_hex(4))
 
@@ -141,7 +140,7 @@ class _Counting(Lease):
 class InFolder:
     """Attempts with the same run directory."""
 
-    looks = 0  # operations of an attempt that come before it owns the run
+    looks = 0  # operations of an attempt before it owns the run
 
     def __init__(self, folder: Path) -> None:
         self.run_dir = folder / "run"
@@ -153,13 +152,13 @@ class InFolder:
             remove_unfinished(checkpoints)
             lineage = Lineage.read(self.run_dir) or Lineage.new(name, "")
             step = newest_good_step(checkpoints)
-            lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
+            lineage.add_attempt(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(self.run_dir, check=lease.check)
             discard(self.run_dir / "result.json", check=lease.check)
 
             def check() -> None:
                 lease.check()
-                writer.operation()  # it may freeze between a look at the owner and its line too
+                writer.operation()  # it may also freeze between the owner's check and the write of the line
 
             status = StatusFile(self.run_dir, RankEnv())
             status.attempt = name
@@ -169,7 +168,7 @@ class InFolder:
             with contextlib.closing(metrics):
                 for number in range(1, num_saves + 1):
                     metrics.write(entry(step + number, {name: 1.0}))
-            for number in (*range(1, num_saves + 1), num_saves):  # a step twice: stopped in its evaluation
+            for number in (*range(1, num_saves + 1), num_saves):  # one step twice, as after a stop in evaluation
                 save(checkpoints, step + number, keep=2, attempt=name, check_owner=lease.check)
                 lease._write(number)
             write_json(self.run_dir / "result.json", name, check=lease.check)
@@ -189,18 +188,18 @@ class InFolder:
         for step in {last, max(last - 1, lineage.attempts[-1][1] + 1)}:
             found = load_checkpoint(checkpoints / f"step-{step:08d}")
             assert (found.step, found.record["attempt"]) == (step, name)
-        for path in checkpoints.glob("step-*"):  # what a late one has published lies on no line, and is passed over
+        for path in checkpoints.glob("step-*"):  # a late attempt may have published some; the lineage ignores them
             found = load_checkpoint(path)
             assert found.step <= last or not lineage.has(found.step, found.record["attempt"])
 
 
 class AtSecondPlace:
-    """Attempts on machines of their own, with the same address."""
+    """Attempts on separate machines with the same address."""
 
     def __init__(self, folder: Path, url: str, *, required: bool) -> None:
         self.folder, self.url, self.required = folder, url, required
-        self.stack = contextlib.ExitStack()  # of the last attempt that began
-        self.looks = 2 if required else 0  # who owns the run, and a heartbeat of that owner
+        self.stack = contextlib.ExitStack()  # of the attempt that began last
+        self.looks = 2 if required else 0  # the run's owner, and a heartbeat of that owner
 
     def open(self, name: str, run_dir: Path) -> SecondPlace:
         return second_place(self.url, run_dir, name, Options(keep=1, save_timeout_s=60.0), required=self.required)
@@ -223,7 +222,7 @@ class AtSecondPlace:
             step = newest_good_step(run_dir / "checkpoints")
             if not num_saves:
                 return
-            lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
+            lineage.add_attempt(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(run_dir)
             place.run = lineage.run
             for number in range(1, num_saves + 1):
@@ -248,10 +247,9 @@ class AtSecondPlace:
 
 
 def schedule(runs: InFolder | AtSecondPlace, num_operations: int, rng: random.Random) -> None:
-    """One or two attempts freeze one after the other, and wake in any order while the last one is at work, or later.
+    """Freeze one or two attempts, one after the other. Wake them in any order during the last one, or after it.
 
-    Some have failed, and give the run back while their upload goes on in its thread.
-    """
+    Some have failed: they release the run while their thread still uploads."""
     sleepers = []
     for name in ["first", "second"][: rng.randint(1, 2)]:
         work = lambda writer, name=name: runs.attempt(name, 2, writer)  # noqa: E731
@@ -260,7 +258,7 @@ def schedule(runs: InFolder | AtSecondPlace, num_operations: int, rng: random.Ra
         if isinstance(runs, AtSecondPlace) and rng.random() < 0.5:
             runs.stack.close()
     last = Writer(lambda writer: runs.attempt("last", 3, writer))
-    # Or after the end. One that wakes while the last one still looks is alive, and not to be replaced
+    # Or after the end. An attempt that wakes while the last one still checks the owner is alive, and keeps the run
     at = {sleeper: rng.randint(runs.looks + 1, 2 * num_operations) for sleeper in sleepers}
 
     def wake(count: int) -> None:
@@ -286,7 +284,7 @@ def count_operations(runs: InFolder | AtSecondPlace) -> int:
     return whole.count
 
 
-def test_owner_of_a_folder_that_freezes_anywhere_takes_nothing_from_its_successor(tmp_path: Path) -> None:
+def test_owner_of_a_folder_that_freezes_anywhere_harms_no_successor(tmp_path: Path) -> None:
     count = count_operations(InFolder(tmp_path / "whole"))
     assert count > 40
     for seed in range(SEED, SEED + 100):
@@ -296,7 +294,7 @@ def test_owner_of_a_folder_that_freezes_anywhere_takes_nothing_from_its_successo
 
 @pytest.mark.parametrize(("where", "num"), [("folder", 35), ("s3", 15)])
 @pytest.mark.parametrize("required", [True, False])
-def test_owner_of_a_second_place_that_freezes_anywhere_takes_nothing_from_its_successor(
+def test_owner_of_a_second_place_that_freezes_anywhere_harms_no_successor(
     tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch, where: str, num: int, required: bool
 ) -> None:
     for name, value in s3.env.items():
@@ -310,14 +308,14 @@ def test_owner_of_a_second_place_that_freezes_anywhere_takes_nothing_from_its_su
         schedule(AtSecondPlace(tmp_path / str(seed), f"{base}/{seed}", required=required), count, random.Random(seed))
 
 
-def test_mirror_that_was_away_at_the_opening_stays_with_who_has_gone_on_since(tmp_path: Path) -> None:
+def test_mirror_that_failed_at_the_opening_stays_with_its_newer_owner(tmp_path: Path) -> None:
     runs = AtSecondPlace(tmp_path, str(tmp_path / "mirror"), required=False)
     runs.attempt("first", 1, None)
     run_dir = tmp_path / "first" / "run"
-    late, lineage = runs.open("late", run_dir), Lineage.read(run_dir)  # which asked the mirror in vain
+    late, lineage = runs.open("late", run_dir), Lineage.read(run_dir)  # it asked the mirror in vain
     assert lineage is not None
     runs.attempt("other", 2, None)
-    lineage.go_on("late", step=1, writer="first")
+    lineage.add_attempt("late", step=1, writer="first")
     lineage.write(run_dir)
     late.run = lineage.run
     path = save(run_dir / "checkpoints", 2, keep=1, attempt="late", run=lineage.run)
@@ -326,12 +324,12 @@ def test_mirror_that_was_away_at_the_opening_stays_with_who_has_gone_on_since(tm
     runs.look("other", 2)
 
 
-def test_damaged_copy_on_a_mirror_is_no_failing_mirror(tmp_path: Path) -> None:
+def test_damaged_copy_on_a_mirror_is_not_a_failing_mirror(tmp_path: Path) -> None:
     runs = AtSecondPlace(tmp_path, str(tmp_path / "mirror"), required=False)
     runs.attempt("first", 1, None)
     (manifest,) = (tmp_path / "mirror").glob("run/*/checkpoints/*/*/manifest.json")
     manifest.write_text("{}")
-    mirror = runs.open("next", tmp_path / "first" / "run")  # which has a copy too
+    mirror = runs.open("next", tmp_path / "first" / "run")  # its disk has a copy too
     with contextlib.ExitStack() as stack:
         ((stored, *_),) = mirror.adopt(stack, wanted=lambda there: True)
     with pytest.raises(Damaged, match="does not match the digest"):

@@ -30,13 +30,13 @@ def door(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
         for name, value in made.env.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(place, "FIRST_PAUSE_S", 0.02)
-        s3fs.S3FileSystem.clear_instance_cache()  # clients know the door of the test before
+        s3fs.S3FileSystem.clear_instance_cache()  # clients may know the door of an earlier test
         yield made
         s3fs.S3FileSystem.clear_instance_cache()
 
 
 class Bucket:
-    """Where a test's objects are."""
+    """The place of a test's objects."""
 
     def __init__(self, folder: Path) -> None:
         self.url = f"s3://{BUCKET}/{folder.name}"
@@ -51,18 +51,18 @@ def bucket(door: Door, tmp_path: Path) -> Bucket:
     return Bucket(tmp_path)
 
 
-def test_a_large_file_goes_in_parts(door: Door, bucket: Bucket, tmp_path: Path) -> None:
+def test_large_file_is_uploaded_in_parts(door: Door, bucket: Bucket, tmp_path: Path) -> None:
     content = random.Random(0).randbytes(2 * place.PART + 1)
     (tmp_path / "large").write_bytes(content)
     bucket.place().upload({"large": tmp_path / "large"})
     parts = sorted(request.size for request in door.seen if "partNumber" in request.query)
     assert len(parts) == 3
-    assert sum(parts) >= len(content)  # a checksum goes with them
+    assert sum(parts) >= len(content)  # each part has a checksum too
     assert bucket.place().read("large") == content
 
 
-def test_what_fails_for_a_moment_is_tried_again(door: Door, bucket: Bucket, tmp_path: Path) -> None:
-    """Each request of a copy's upload and of its fetch fails once."""
+def test_requests_that_fail_for_a_moment_are_retried(door: Door, bucket: Bucket, tmp_path: Path) -> None:
+    """Each request fails once while a copy is uploaded and fetched."""
     failed = set[Request]()
 
     def fail_once(request: Request) -> int | None:
@@ -83,7 +83,7 @@ def test_what_fails_for_a_moment_is_tried_again(door: Door, bucket: Bucket, tmp_
     assert "retrying for" in bucket.said[0]
 
 
-def test_file_whose_writing_fails_keeps_its_old_content_and_leaves_no_other(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_atomically(path, "old")
     with pytest.raises(UnicodeEncodeError), staged(path) as staging:
@@ -91,14 +91,14 @@ def test_file_whose_writing_fails_keeps_its_old_content_and_leaves_no_other(tmp_
     assert (path.read_text(), [*tmp_path.iterdir()]) == ("old", [path])
 
 
-def test_of_two_that_create_a_name_in_a_folder_one_has_it(tmp_path: Path) -> None:
-    """Of two nodes that are cut apart one goes on."""
+def test_only_one_of_two_creates_a_name_in_a_folder(tmp_path: Path) -> None:
+    """It decides which of two nodes that are cut apart continues."""
     one, other = (Place.open(str(tmp_path), warn=print) for _ in range(2))
     created = [one.create("x.json", b"1"), other.create("x.json", b"2"), one.create("x.json", b"1")]
     assert (created, one.read("x.json")) == ([True, False, True], b"1")
 
 
-def test_a_store_that_is_deaf_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_that_does_not_answer_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
@@ -108,7 +108,7 @@ def test_a_store_that_is_deaf_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest
             bucket.place(timeout_s=0.2).write("hint", b"")
 
 
-def test_a_bucket_that_is_missing_is_the_users_mistake(door: Door) -> None:
+def test_missing_bucket_is_the_users_mistake(door: Door) -> None:
     with pytest.raises(UserError, match="s3://no-such-bucket/runs must be in a bucket or container that exists: "):
         Place.open("s3://no-such-bucket/runs", warn=print, timeout_s=60).write("hint", b"")
 
@@ -117,7 +117,7 @@ def test_a_bucket_that_is_missing_is_the_users_mistake(door: Door) -> None:
     ("gs://bucket/runs", r"needs a package that is not installed here\. pip install 'rankup\[gcs\]'"),
     ("nowhere://bucket/runs", "must be an address that fsspec knows, got: ValueError: Protocol not known: nowhere"),
 ])
-def test_an_address_without_its_package_is_the_users_mistake(
+def test_address_without_its_package_is_the_users_mistake(
     url: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
@@ -131,16 +131,16 @@ def lease(bucket: Bucket, attempt: str, tokens: tuple[str, str] = ("", ""), *, l
     return StoreLease(bucket.place(timeout_s=5), folder, life_s=life_s, beat_s=0.1)
 
 
-def test_a_second_attempt_is_refused_and_told_the_owner(bucket: Bucket) -> None:
+def test_second_attempt_is_refused_and_told_the_owner(bucket: Bucket) -> None:
     second = lease(bucket, "second")
     with lease(bucket, "first"), pytest.raises(UserError, match="owned by a live attempt, first on "):
         second.__enter__()
-    with lease(bucket, "second") as taken:  # it was given back
+    with lease(bucket, "second") as taken:  # the first has released it
         taken.look()
 
 
-def test_of_two_attempts_in_one_moment_one_gets_the_run(door: Door, bucket: Bucket) -> None:
-    """Both find nobody, and write at once: the store lets one of them."""
+def test_one_of_two_simultaneous_attempts_gets_the_run(door: Door, bucket: Bucket) -> None:
+    """Both find no owner and write at once. The store accepts one of them."""
     first, second = lease(bucket, "first"), lease(bucket, "second")
 
     def between(request: Request) -> None:
@@ -155,7 +155,7 @@ def test_of_two_attempts_in_one_moment_one_gets_the_run(door: Door, bucket: Buck
     first.__exit__()
 
 
-def test_the_successor_of_a_killed_attempt_on_the_same_disk_does_not_wait_for_its_silence(
+def test_successor_on_a_killed_attempts_disk_does_not_wait_for_its_silence(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StoreLease, "_beat", lambda self: None)
@@ -164,7 +164,7 @@ def test_the_successor_of_a_killed_attempt_on_the_same_disk_does_not_wait_for_it
         pass
 
 
-def test_a_store_without_conditions_is_refused(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_without_conditional_writes_is_refused(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Place, "create", lambda self, name, content: self.write(name, content) is None)
     for use in (lease(bucket, "first").__enter__, lambda: asyncio.run(id_of(bucket.url))):
         with pytest.raises(UserError, match=f"{bucket.url} must support conditional writes"):

@@ -1,7 +1,6 @@
-"""`--run-dir s3://...`: whatever happens, the run goes on from the store, on any machine, to the same bits.
+"""`--run-dir s3://...`: whatever happens, the run resumes from the store, on any machine, to the same bits.
 
-The S3 server is real, each machine is a cache folder of its own, and the door before the server does the harm.
-"""
+The S3 server is real, and each machine is a separate cache folder. The door in front of the server does the harm."""
 
 import json
 import threading
@@ -16,7 +15,7 @@ from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import outcome, result
 from tests.rigs.object_store import BUCKET, S3, Door, Request
 
-COLD = 120  # seconds: for a busy machine
+COLD = 120  # seconds, for a busy machine
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Machines:
-    """Runs commands with run_dir in the store; a machine is a name, whose disk is empty at first."""
+    """Runs commands with run_dir in the store. A machine is a name, and its disk is empty at first."""
 
     def __init__(self, forks: Forks, s3: S3, door: Door, folder: Path) -> None:
         self.forks, self.s3, self.door, self.folder = forks, s3, door, folder
@@ -68,7 +67,7 @@ class Machines:
         return [entry["Key"] for entry in listed]
 
     def stored(self, name: str) -> bytes:
-        key = max(key for key in self.names() if key.split("/", 3)[3] == name)  # the last owner's
+        key = max(key for key in self.names() if key.split("/", 3)[3] == name)  # from the last owner
         content: bytes = self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
         return content
 
@@ -79,14 +78,14 @@ def machines(forks: Forks, s3: S3, door: Door, tmp_path: Path) -> Machines:
 
 
 def at(step: int, file: str, answer: Callable[[], int | None]) -> Callable[[Request], int | None]:
-    """A rule for the upload of one file of a checkpoint."""
+    """Return a rule for the upload of one file of a checkpoint."""
     return lambda request: (
         answer() if request.method == "PUT" and f"/step-{step:08d}-" in request.name and request.name.endswith(file)
         else None
     )
 
 
-def test_a_run_killed_in_the_middle_of_an_upload_goes_on_elsewhere_to_the_same_bits(
+def test_run_killed_during_an_upload_resumes_elsewhere_to_the_same_bits(
     machines: Machines, door: Door, undisturbed: Path
 ) -> None:
     reached, over = threading.Event(), threading.Event()
@@ -108,34 +107,34 @@ def test_a_run_killed_in_the_middle_of_an_upload_goes_on_elsewhere_to_the_same_b
     assert "is finished" in machines.run("third")
 
 
-def test_a_store_that_dies_costs_no_finished_step(machines: Machines, door: Door, undisturbed: Path) -> None:
+def test_store_that_dies_costs_no_finished_step(machines: Machines, door: Door, undisturbed: Path) -> None:
     door.rule = at(16, "model.safetensors", lambda: 503)
     output = machines.run("first", "--save-timeout-s", "20", code=171)
     assert "did not answer in time: write 00000001/checkpoints/" in output
     trains = threading.Event()
-    # The training does not wait until the store has what the first attempt had no time for
+    # The training does not wait for the upload that the first attempt could not finish
     door.rule = lambda request: 503 if request.name.endswith("model.safetensors") and not trains.wait(COLD) else None
     job = machines.start("first")
     job.wait_for(": accuracy", timeout_s=COLD / 2)
     trains.set()
     assert job.wait() == [0], job.output
     step = int(job.output.split("resumed from step-")[1][:8])
-    assert step >= 16, "the checkpoint stayed on this machine's disk"
+    assert step >= 16, "the newer checkpoint on this machine's disk was not resumed"
     assert result(machines.folder_of("first"))["digest"] == result(undisturbed)["digest"]
     assert "is finished" in machines.run("second")
 
 
-def test_a_final_checkpoint_that_can_not_be_copied_is_no_success(machines: Machines, door: Door) -> None:
+def test_run_without_a_copy_of_its_final_checkpoint_is_no_success(machines: Machines, door: Door) -> None:
     door.rule = at(32, "model.safetensors", lambda: 507)
     output = machines.run("first", code=2)
     assert f"error: {machines.url}/run is full: write 00000001/checkpoints/" in output
     door.rule = lambda request: None
-    # All steps are done: what is left is the copy, beside the end of the training
+    # All steps are done: only the copy is missing, which is made beside the end of the training
     assert "resumed from step-00000032" in machines.run("first")
     assert "is finished" in machines.run("second")
 
 
-def test_a_store_that_denies_is_said_before_the_training(machines: Machines, door: Door) -> None:
+def test_store_that_denies_access_is_reported_before_the_training(machines: Machines, door: Door) -> None:
     door.rule = lambda request: 403 if request.method == "PUT" else None
     output = machines.run("first", code=2)
     assert f"error: {machines.url}/run denies access: create lease/00000001.json" in output
@@ -143,7 +142,7 @@ def test_a_store_that_denies_is_said_before_the_training(machines: Machines, doo
     assert "secret" not in output
 
 
-def test_a_machine_that_was_left_behind_takes_what_the_store_has_and_keeps_what_it_had(
+def test_machine_that_fell_behind_takes_the_stores_run_and_keeps_its_own(
     machines: Machines, door: Door, undisturbed: Path
 ) -> None:
     machines.run("first", "--epochs", "1")
@@ -157,7 +156,7 @@ def test_a_machine_that_was_left_behind_takes_what_the_store_has_and_keeps_what_
     assert outcome(machines.folder_of("first")) == outcome(undisturbed)
 
 
-def test_fresh_starts_anew_and_keeps_the_earlier_run_in_the_store(machines: Machines) -> None:
+def test_fresh_starts_a_new_run_and_keeps_the_earlier_one_in_the_store(machines: Machines) -> None:
     machines.run("first", "--epochs", "1")
     earlier = json.loads(machines.stored("run.json"))["run"]
     assert "resumed" not in machines.run("second", "--epochs", "2", "--fresh", "--seed", "1")
@@ -168,7 +167,7 @@ def test_fresh_starts_anew_and_keeps_the_earlier_run_in_the_store(machines: Mach
     assert "is finished" in machines.run("third", "--epochs", "2", "--seed", "1")
 
 
-def test_commands_read_checkpoints_at_their_address(machines: Machines, tmp_path: Path) -> None:
+def test_commands_read_checkpoints_from_the_store(machines: Machines, tmp_path: Path) -> None:
     machines.run("first", "--epochs", "1")
     name = f"run/00000001/checkpoints/{json.loads(machines.stored('run.json'))['run']}"
     folder = next(key.split("/")[5] for key in machines.names() if key.endswith("manifest.json"))
@@ -181,7 +180,7 @@ def test_commands_read_checkpoints_at_their_address(machines: Machines, tmp_path
     assert f"started from {machines.url}/run: 4 of 4 tensors" in output
 
 
-def test_shards_of_all_ranks_of_a_node_are_copied_and_come_back(machines: Machines) -> None:
+def test_shards_of_all_ranks_of_a_node_are_copied_and_restored(machines: Machines) -> None:
     split = ("--parallel", "fsdp", "--checkpoint-format", "sharded")
     machines.run("first", "--epochs", "1", *split, world_size=2)
     output = machines.run("second", "--epochs", "2", *split, world_size=2)

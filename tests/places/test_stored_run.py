@@ -1,4 +1,4 @@
-"""A run's copy in a store of objects: whole or not at all, and nothing is loaded that a digest does not confirm."""
+"""A run's copy in an object store: whole or not at all, and only verified data is loaded."""
 
 import contextlib
 import json
@@ -24,23 +24,21 @@ def url(tmp_path: Path) -> str:
 
 
 def open_store(url: str, machine: Path, *, number: int = 1, keep: int = 9) -> SecondPlace:
-    """The place of the run that works in a folder of this machine, for the owner with this number."""
+    """Return the place of the run in a folder of this machine, for the owner with this number."""
     place = second_place(url, machine / "run", "it", Options(keep=keep))
     place.run, place.lease.number = RUN, number
     return place
 
 
 def newest_of(place: SecondPlace) -> Path | None:
-    """The newest whole copy there, fetched."""
+    """Fetch the newest whole copy there, and return its path."""
     for one in _copies(place.place.names()):
         with contextlib.suppress(Damaged):
             return place.fetch(one, no_check).path
     return None
 
 
-def test_the_newest_checkpoint_comes_back_and_old_ones_and_a_killed_upload_are_removed(
-    url: str, tmp_path: Path
-) -> None:
+def test_newest_checkpoint_is_restored_and_old_or_partial_ones_are_removed(url: str, tmp_path: Path) -> None:
     store = open_store(url, tmp_path / "here", keep=2)
     store.place.write(f"00000001/checkpoints/{RUN}/step-00000005-0123456789ab/model.safetensors", b"cut off")
     for step in (10, 20, 30):
@@ -53,7 +51,7 @@ def test_the_newest_checkpoint_comes_back_and_old_ones_and_a_killed_upload_are_r
     assert steps(there) == [30]
 
 
-def test_a_store_with_copies_and_no_run_file_is_refused(url: str, tmp_path: Path) -> None:
+def test_store_with_copies_but_no_run_file_is_refused(url: str, tmp_path: Path) -> None:
     store = open_store(url, tmp_path)
     store.upload(save(tmp_path / "here", 10))
     with pytest.raises(UserError, match=r"got no run\.json, and checkpoints of 0123456789abcdef\."):
@@ -62,13 +60,13 @@ def test_a_store_with_copies_and_no_run_file_is_refused(url: str, tmp_path: Path
 
 @pytest.mark.parametrize("content", [json.dumps(Lineage("../..", "", "", [], 1).values()), "[" * 100_000],
                          ids=["id", "nested"])
-def test_a_run_whose_id_leads_out_of_its_folder_or_that_can_not_be_read_is_no_run(url: str, content: str) -> None:
+def test_run_file_that_is_unreadable_or_leads_out_of_its_folder_is_ignored(url: str, content: str) -> None:
     there = Place.open(url, warn=str)
     there.write("00000001/run.json", content.encode())
     assert newest_run(there, there.names()) == (0, None)
 
 
-def test_a_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path) -> None:
+def test_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path) -> None:
     """Each damages up to three objects."""
     rng = random.Random(0)
     store = open_store(url, tmp_path / "here")
@@ -94,7 +92,7 @@ def test_a_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path)
     assert found.keys() == {10, 20, 30, None}
 
 
-def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tmp_path: Path) -> None:
+def test_changed_files_beside_the_checkpoints_are_copied(url: str, tmp_path: Path) -> None:
     run = tmp_path / "here" / "run"
     for name in ("metrics.jsonl", "tensorboard/events.1"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +108,7 @@ def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tm
     assert sorted(first.names()) == ["metrics.jsonl", "run.json"]
     open_store(url, run.parent, number=2).upload(None)
     for name in ("lease.json", ".lock", "tensorboard/../../elsewhere"):
-        store.place.write(f"00000002/{name}", b"")  # somebody's
+        store.place.write(f"00000002/{name}", b"")  # not rankup's
     there = tmp_path / "there" / "run"
     open_store(url, there.parent).fetch_files(2)
     found = sorted(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""What the documents name exists: files, links, commands, flags, settings, messages."""
+"""Files, links, commands, flags, settings and messages that the pages name exist."""
 
 import ast
 import json
@@ -29,7 +29,7 @@ TOP_LEVEL = {
     "README.md", "README.zh.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "CITATION.cff", "LICENSE",
     "SECURITY.md", "pyproject.toml",
 }
-# Flags and words with an underscore that belong to others
+# Flags and words with an underscore that belong to other projects
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
                  "--use-env", "--bind-to", "--allow-run-as-root", "--oversubscribe", "--version", "--gloo", "--mpi",
                  "--separator", "--prefix", "--timestamps", "--overlap", "--jobid", "--mca"}
@@ -37,7 +37,7 @@ FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
     "channels_last",
 }
-# What torch says, not we
+# Messages of torch
 TORCH_SAYS = re.compile(
     r"^(Expected to have finished|unable to allocate shared|Bus error|__path__ attribute not found|use_libuv|\[c10d\]|"
     r"Setting OMP_NUM_THREADS|ChildFailedError|exitcode|RendezvousConnectionError|--)"
@@ -46,7 +46,7 @@ TORCH_SAYS = re.compile(
 
 @cache
 def tracked() -> list[str]:
-    """Files in git, and those about to be: written, but not ignored."""
+    """Return the files in git, and new files that git does not ignore."""
     command = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [name for name in listed if (ROOT / name).exists()]
@@ -57,18 +57,18 @@ def documents() -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `document` runs for each of them."""
+    """Run a test that takes `document` once for each page."""
     if "document" in metafunc.fixturenames:
         metafunc.parametrize("document", documents())
 
 
 def fences(text: str) -> list[tuple[str, str]]:
-    """Language and content of each fenced block."""
+    """Return language and content of each fenced block."""
     return re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def code(text: str) -> list[str]:
-    """What is set as code: spans, and the lines of shell blocks."""
+    """Return all code spans, and the lines of shell blocks."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for language, block in fences(text) if language == "sh" for line in block.splitlines()]
     return [*re.findall(r"`([^`\n]+)`", outside), *lines]
@@ -91,7 +91,7 @@ def known_flags() -> set[str]:
     return ours | switches | torchruns | of_rankup | of_scripts | FOREIGN_FLAGS
 
 
-def test_docs_link_to_what_exists(document: str) -> None:
+def test_docs_link_to_existing_files_and_headings(document: str) -> None:
     text = read(document)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("http"):
@@ -115,7 +115,7 @@ def test_docs_name_paths_that_exist(document: str) -> None:
 
 
 def program_lines(document: str) -> list[list[str]]:
-    """The command lines of the program, as words from `train.main` on; placeholders are left out."""
+    """Return the words of each command line after `train.main` or `rankup`, without placeholders."""
     found = []
     for span in code(read(document)):
         match = re.search(r"(?:-m train\.main|train/main\.py|-m rankup|^rankup)\s+(\S.*)$", span)
@@ -126,7 +126,7 @@ def program_lines(document: str) -> list[list[str]]:
     return found
 
 
-def test_docs_name_commands_and_settings_that_the_program_understands(
+def test_docs_name_command_lines_that_the_program_accepts(
     document: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -150,7 +150,7 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
         load_config(parsed.settings, file=parsed.options.config, mistakes=parsed.mistakes)
 
 
-def test_docs_have_the_commands_of_the_program() -> None:
+def test_docs_name_the_main_commands() -> None:
     named = {words[0] for document in documents() for words in program_lines(document)}
     assert named >= {"train", "evaluate", "predict", "show", "launch"}
 
@@ -166,7 +166,7 @@ def test_docs_name_make_targets_that_exist(document: str) -> None:
 
 
 def test_docs_name_flags_and_settings_that_exist(document: str) -> None:
-    # Where launchers are explained, most flags and words with an underscore are theirs
+    # On pages about launchers most flags and words with an underscore are those of the launchers
     for span in code(read(document)) if not document.startswith(("docker/", "slurm/", "k8s/")) else ():
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
             assert flag.replace("_", "-") in known_flags(), f"{document}: {span}"
@@ -176,7 +176,7 @@ def test_docs_name_flags_and_settings_that_exist(document: str) -> None:
 
 @cache
 def strings_of_the_program() -> list[tuple[str, str]]:
-    """Where, and the text of each string in rankup/ and train/; an f-string has {} where a value stands."""
+    """Return place and text of each string in rankup/ and train/, with {} for each value in an f-string."""
     found = []
     for name in tracked():
         if name.startswith(("rankup/", "train/")) and name.endswith(".py"):
@@ -196,11 +196,11 @@ def test_docs_quote_messages_that_the_program_prints() -> None:
     assert len(messages) > 10
     texts = [text for _, text in strings_of_the_program()]
     for message in messages:
-        # Values, and words that depend on them, stand elsewhere in the program
+        # The program's strings lack the values, and words that depend on values
         words = max(re.split(r"[\w.]*\d[\w:]*|\.\.\.|\(.*?\)|\"|: |, ", message), key=len).split()
         starts = [" ".join(words[:count]) for count in range(len(words), 0, -1)]
         assert any(start in text for start in starts if len(start) > 10 for text in texts), (
-            f"{message} (searched: {words})"
+            f"no string of the program has: {message} (searched: {words})"
         )
 
 
@@ -221,7 +221,7 @@ CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
 def headings(text: str) -> list[str]:
-    """The levels of the headings, such as "##", outside fenced blocks."""
+    """Return the levels of the headings outside fenced blocks, such as "##"."""
     return re.findall(r"^(#+) ", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
 
 
@@ -230,17 +230,17 @@ def numbers(text: str) -> list[str]:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The numbers of each row of each table."""
+    """Return the numbers in each row of each table."""
     return [sorted(numbers(row)) for row in text.splitlines() if row.startswith("|")]
 
 
 def links(text: str) -> list[str]:
-    """Where the links lead; the Chinese page of a page stands for it. Those between the two READMEs are left out."""
+    """Return the targets of links, with English names for Chinese pages and without links between the two READMEs."""
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
     return sorted(target.replace(".zh.md", ".md") for target in targets if not target.startswith("README."))
 
 
-def test_docs_readmes_in_two_languages_say_the_same() -> None:
+def test_docs_readmes_agree_in_both_languages() -> None:
     english, chinese = read("README.md"), read("README.zh.md")
     assert "](README.zh.md)" in "".join(english.splitlines()[:5])
     assert "](README.md)" in "".join(chinese.splitlines()[:5])
@@ -253,12 +253,12 @@ def test_docs_readmes_in_two_languages_say_the_same() -> None:
     assert [language for language, _ in fences(chinese)] == [language for language, _ in fences(english)]
     for (_, block), (_, other) in zip(fences(english), fences(chinese), strict=True):
         for line, translated in zip(block.splitlines(), other.splitlines(), strict=True):
-            # What a reader types or sees stays as it is; in the list of files the remark behind a name is translated
+            # Commands and output are not translated. In the list of files the remarks behind the names are
             same = line.split()[0] == translated.split()[0] and CHINESE.search(translated)
             assert same or line == translated, translated
 
 
-def test_docs_keep_their_length_and_the_readme_has_its_first_command_early() -> None:
+def test_docs_are_short_and_the_readme_begins_with_a_command() -> None:
     assert read("README.md").splitlines().index("```sh") + 1 < 20
     assert len(read("README.md").splitlines()) < 160
     assert len(read("Makefile").splitlines()) < 80
@@ -284,7 +284,7 @@ def launch_files() -> list[str]:
     ]
 
 
-def test_docs_workflow_runs_what_is_here() -> None:
+def test_docs_workflow_runs_existing_targets() -> None:
     workflow = yaml.safe_load(read(".github/workflows/ci.yml"))
     lines = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     assert [line.split("#")[0].strip() for line in lines if ".ci/run" in line] == ["sudo .ci/run"]
@@ -295,7 +295,7 @@ def test_docs_workflow_runs_what_is_here() -> None:
     assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in uses)
 
 
-def test_docs_version_has_one_place() -> None:
+def test_docs_version_is_in_one_place() -> None:
     version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
     assert set(yaml.safe_load(read("CITATION.cff"))) >= {"cff-version", "title", "authors", "license"}
     assert "\nversion:" not in read("CITATION.cff")
@@ -303,7 +303,7 @@ def test_docs_version_has_one_place() -> None:
     assert not [name for name in program if version in read(name)]
 
 
-def test_docs_launch_files_open_with_what_how_and_which_lines() -> None:
+def test_docs_launch_files_begin_with_three_lines_of_comment() -> None:
     assert {"Makefile", ".ci/run", "train/demo.sh"} <= set(launch_files())
     for name in launch_files():
         lines = [line for line in read(name).splitlines() if not line.startswith(("#!", "# syntax"))][:3]
@@ -318,7 +318,7 @@ def test_docs_list_the_exit_codes() -> None:
 
 
 def listed_in(block_with: str) -> list[str]:
-    """The first words of the lines in train/README.md's block that has such a line."""
+    """Return the first words of the lines in the block of train/README.md that lists `block_with`."""
     blocks = [[line.split()[0] for line in block.splitlines() if line] for _, block in fences(read("train/README.md"))]
     (wanted,) = [block for block in blocks if block_with in block]
     return wanted
@@ -329,7 +329,7 @@ def test_docs_list_each_file_of_the_program() -> None:
     assert set(listed_in("loop.py")) == there - {"__init__.py", "__pycache__/", "README.md"}
 
 
-def test_docs_list_what_a_run_leaves(forks: Forks, tmp_path: Path) -> None:
+def test_docs_list_the_files_of_a_run(forks: Forks, tmp_path: Path) -> None:
     tiny = ["--dataset", "digits", "--model", "mlp", "--max-steps", "2", "--run-dir", str(tmp_path), "--name", "run"]
     forks.ends("train", *tiny)
     left = {path.name + ("/" if path.is_dir() else "") for path in (tmp_path / "run").iterdir()}
@@ -348,7 +348,7 @@ def test_docs_and_messages_name_extras_that_exist() -> None:
     assert [(name, extra) for name, extra in named if extra not in extras] == []
 
 
-def test_docs_lock_fits_the_bounds() -> None:
+def test_docs_lock_files_fit_the_bounds_of_the_project() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     locked: dict[str, str] = {}
     for path in sorted((ROOT / "docker").glob("requirements*.lock")):
@@ -356,9 +356,9 @@ def test_docs_lock_fits_the_bounds() -> None:
         assert packages, path
         for package in packages:
             name, version = package.split(" ")[0].split("==")
-            assert locked.setdefault(name, version) == version, "two lists differ"
+            assert locked.setdefault(name, version) == version, "two lock files differ"
             assert re.search(r"(?m)^    --hash=sha256:[0-9a-f]{64}", package), package
-            assert "://" not in package, "an address"
+            assert "://" not in package, "a lock file has an address"
     extras = [text for texts in project["optional-dependencies"].values() for text in texts]
     wanted = [Requirement(text) for text in [*project["dependencies"], *extras]]
     assert len(wanted) > 10
@@ -367,8 +367,8 @@ def test_docs_lock_fits_the_bounds() -> None:
             assert locked[requirement.name.lower()] in requirement.specifier, requirement
 
 
-def test_docs_list_of_packages_is_that_of_the_lock_files() -> None:
-    """Whoever changes a lock file runs `make sbom`."""
+def test_docs_sbom_lists_the_packages_of_the_lock_files() -> None:
+    """Run `make sbom` after each change of a lock file."""
     printed = subprocess.run([sys.executable, ROOT / "docker/host/sbom.py"], capture_output=True, text=True, check=True)
     assert printed.stdout == read("docker/sbom.json")
     listed = {(each["name"], each["version"]) for each in json.loads(printed.stdout)["components"]}

@@ -1,4 +1,4 @@
-"""Imports in rankup/ and train/ run one way, cheap modules stay cheap, and schedulers are known in one place."""
+"""Imports in rankup/ and train/ run one way, cheap modules import no torch, and only rankup/env knows schedulers."""
 
 import ast
 import gc
@@ -20,7 +20,7 @@ from train import commands, workloads
 from train.config import Config
 
 FOLDERS = ["setting", "config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "examples"]
-# What may import what: the later the earlier
+# Each module may import only modules before it
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "seeds", "urls", "env", "places", "agent", "group", "state", "observe", "explain", "doctor",
@@ -28,9 +28,9 @@ ORDER = [
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
-# The settings of data sets, workloads and methods are declared beside these. train.config collects them
+# These declare the settings of data sets, workloads and methods, and train.config collects the settings
 DECLARED = {"train.data", "train.data.sources", "train.data.sources.fetch", "train.workloads", "train.parallel"}
-PASSED_ON = "train.workloads.workload"  # what else is asked of train.workloads comes from there
+PASSED_ON = "train.workloads.workload"  # the module that has all other names of train.workloads
 
 
 def files() -> list[Path]:
@@ -38,9 +38,9 @@ def files() -> list[Path]:
 
 
 def graph() -> dict[str, set[str]]:
-    """module -> modules of rankup/ and train/ that it imports, at its top or in a function."""
+    """Map each module to the modules of rankup/ and train/ that it imports, at its top or in a function."""
     modules = {module_of(path): path for path in files()}
-    # Not of `rankup` itself, the library's public names: it has them from everywhere, when they are asked for
+    # Leave out `rankup` itself: it imports its public names from everywhere, but lazily
     del modules["rankup"]
     found = {module: set(imported(path, modules)) - {"rankup", "train"} for module, path in modules.items()}
     found["train.workloads"].remove(PASSED_ON)  # for type checkers
@@ -58,7 +58,7 @@ def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
             if node.level:
                 above = path.relative_to(ROOT).parts[: -node.level]
                 base = ".".join([*above, *([node.module] if node.module else [])])
-            # The program is also `rankup.program`: it names itself relatively, and the library never does
+            # The program imports itself relatively, because it is also `rankup.program`. The library never does
             inside = path.is_relative_to(ROOT / "train")
             assert bool(node.level) == (inside and base.startswith("train")), f"{path}: {base}"
             names = [f"{base}.{alias.name}" for alias in node.names]
@@ -82,13 +82,13 @@ def test_imports_run_one_way_between_folders() -> None:
     assert wrong == []
 
 
-def test_import_of_what_train_workloads_passes_on_is_one_of_the_module_that_has_it(tmp_path: Path) -> None:
+def test_import_from_train_workloads_counts_as_one_of_the_module_behind_it(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("from train.workloads import Workload\n")
     assert PASSED_ON in imported(tmp_path / "own.py", {})
 
 
-def test_what_pages_import_from_train_workloads_has_a_type() -> None:
-    """Type checkers take for Any what `__getattr__` alone knows."""
+def test_names_that_pages_import_from_train_workloads_have_a_type() -> None:
+    """For type checkers a name that only `__getattr__` knows is Any."""
     tree = ast.parse((ROOT / "train" / "workloads" / "__init__.py").read_text())
     typed = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
     pages = [*(ROOT / "train").rglob("*.md"), *(ROOT / "k8s").rglob("*.py")]
@@ -97,8 +97,8 @@ def test_what_pages_import_from_train_workloads_has_a_type() -> None:
     assert {"Workload"} <= used <= typed
 
 
-def test_imports_of_the_program_are_public_names() -> None:
-    """So is what a program of a user's own needs: the names of `rankup`, and the modules among them."""
+def test_program_imports_only_public_names() -> None:
+    """A user's own program needs no other names either: those of `rankup`, and those of its public modules."""
     modules = [f"rankup.{name}" for name in rankup.__all__ if isinstance(getattr(rankup, name), ModuleType)]
     assert len(rankup.__all__) < 20
     pages = "".join((ROOT / "rankup" / page).read_text() for page in ("loop.md", "program.md"))
@@ -128,11 +128,11 @@ def test_imports_run_one_way_inside_each_folder() -> None:
         for module, names in graph().items()
     }
     assert sum(map(len, inside.values())) > 30
-    TopologicalSorter(inside).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter(inside).prepare()  # raises CycleError, which names the cycle
 
 
 def modules_after(code: str) -> set[str]:
-    """The top-level modules that are loaded after `code` ran in a process of its own."""
+    """Run `code` in a new process. Return the top-level modules that are loaded then."""
     code += "\nimport sys; print('\\n' + ' '.join({m.split('.')[0] for m in sys.modules}))"
     ran = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
@@ -151,7 +151,7 @@ LINES = [["show"], ["--help"], [], ["launch", "--help"], ["doctor", "--help"], [
     ("import rankup.cli, rankup.agent.fork_server", {"rankup"}, {"torch", "numpy", "train"}),
     (f"from train.main import main\nfor line in {LINES}: main(line)", {"train", "pydantic"}, {"torch"}),
 ])
-def test_imports_of_cheap_modules_and_commands_leave_torch_out(
+def test_cheap_modules_and_commands_do_not_import_torch(
     code: str, needed: set[str], not_needed: set[str]
 ) -> None:
     loaded = modules_after(code)
@@ -159,8 +159,8 @@ def test_imports_of_cheap_modules_and_commands_leave_torch_out(
     assert not loaded & not_needed
 
 
-def test_imports_of_rank_env_are_the_standard_librarys() -> None:
-    """An agent and a node of a cluster read it: its import takes milliseconds, which pydantic alone would double."""
+def test_rank_env_imports_only_the_standard_library() -> None:
+    """Agents and cluster nodes import it in milliseconds, and pydantic alone would double that."""
     loaded = modules_after("import rankup.env.rank_env, rankup.errors")
     assert "rankup" in loaded
     assert loaded - modules_after("") <= {*sys.stdlib_module_names, "rankup"}
@@ -179,7 +179,7 @@ SCHEDULERS = re.compile(r"slurm|sbatch|srun|scancel|kube|k8s|pytorchjob|trainjob
 
 
 def code_and_messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of names and strings; not comments, nor docstrings."""
+    """Yield line and text of each name and string, except comments and docstrings."""
     text = path.read_text()
     docstrings = {
         node.body[0].lineno for node in ast.walk(ast.parse(text))
@@ -191,22 +191,22 @@ def code_and_messages(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def test_schedulers_are_named_in_env_alone() -> None:
-    # explain reads what they all print
+def test_schedulers_are_named_only_in_env() -> None:
+    # explain reads the output of all schedulers
     homes = {ROOT / "rankup" / "env", ROOT / "rankup" / "explain"}
     assert all(home.exists() for home in homes)
     others = [path for path in files() if not homes & {*path.parents}]
     assert len(others) > 30
     named = [f"{p}:{line}: {text}" for p in others for line, text in code_and_messages(p) if SCHEDULERS.search(text)]
     assert named == []
-    # The search finds them where they are
+    # The search works: it finds them in env
     assert any(SCHEDULERS.search(text) for _, text in code_and_messages(ROOT / "rankup" / "env" / "launchers.py"))
 
 
 OWN_VARIABLE = re.compile(r"""environ(\.get\(|\[)["']RANKUP_|getenv\(["']RANKUP_""")
 
 
-def test_variables_of_our_own_are_read_in_env_and_agent_alone() -> None:
+def test_rankup_variables_are_read_only_in_env_and_agent() -> None:
     homes = {"rankup.env", "rankup.agent"}
     others = [path for path in files() if folder_of(module_of(path)) not in homes]
     assert len(others) > 30

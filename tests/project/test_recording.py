@@ -1,4 +1,4 @@
-"""The pictures of the README: the kill, docker/kill.svg, the charts of its tables, and the scripts that draw them."""
+"""The README's pictures: docker/kill.svg, which shows a kill, and the charts that are drawn from its tables."""
 
 import re
 from xml.etree import ElementTree
@@ -10,8 +10,8 @@ from tests.bench.recording import BEFORE_S, COLUMNS, COMMAND, ROWS
 from tests.rigs.jobs import ROOT
 
 
-def test_recording_shows_a_kill_after_three_seconds_and_a_run_that_goes_on() -> None:
-    """Wrapped lines, each at its time; where nothing moves, the last of them."""
+def test_recording_shows_a_kill_after_three_seconds_and_the_resume() -> None:
+    """Each wrapped line appears at its time. A reader without animations sees the last lines."""
     path = ROOT / "docker" / "kill.svg"
     svg = path.read_text(encoding="utf-8")
     shown = [each.text or "" for each in ElementTree.fromstring(svg).iter() if each.tag.endswith("}text")]

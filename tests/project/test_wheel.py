@@ -1,4 +1,4 @@
-"""The wheel holds what the program reads, and what it installs works in any folder, also beside a user's train.py."""
+"""The wheel has all files that the program reads, and works in any folder, also one with a user's train.py."""
 
 import os
 import re
@@ -46,25 +46,25 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A user's folder with nothing but a train.py, which leaves a file behind when it is imported, too."""
+    """A user's folder with only a train.py, which leaves a file behind whenever it runs or is imported."""
     (tmp_path / "train.py").write_text(OWN)
     return tmp_path
 
 
 def rankup(installed: Path, own: Path, *words: str | Path) -> Job:
-    """The installed command to its end, in the user's folder."""
+    """Run the installed command in the user's folder, and wait for its end."""
     program = installed / "bin" / "rankup"
     job = start(sys.executable, program, *words, cwd=own, env={"PYTHONPATH": str(installed)})
     job.wait()
     return job
 
 
-def test_wheel_holds_every_file_but_the_pages(wheel: Path) -> None:
+def test_wheel_has_every_file_except_pages(wheel: Path) -> None:
     listed = subprocess.run(
         ["git", "-c", "safe.directory=*", "ls-files", "rankup", "train"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()
-    # Pages, with their pictures, and what `make demo` runs
+    # Not pages with their pictures, nor the script of `make demo`
     wanted = {name for name in listed if not name.endswith((".md", ".png", ".sh"))}
     assert {"rankup/explain/known_faults.toml", "train/samples/texts/dev.txt"} < wanted
     assert "rankup/env/launchers.py" in wanted
@@ -81,9 +81,9 @@ def test_wheel_has_the_same_bytes_on_another_day(wheel: Path, tmp_path: Path) ->
     assert built(wheel.parent / "source", tmp_path).read_bytes() == wheel.read_bytes()
 
 
-def test_wheel_trains_and_explains_beside_an_own_train_py(installed: Path, own: Path) -> None:
+def test_wheel_works_beside_an_own_train_py(installed: Path, own: Path) -> None:
     line = ("--dataset", "digits", "--model", "mlp", "--max-steps", "1", "--tensorboard=false", "--name", "run")
-    (own / "train").mkdir()  # and beside a package of that name
+    (own / "train").mkdir()  # also beside a package of that name
     (own / "train" / "__init__.py").write_text(OWN)
     for world_size, started in enumerate([["train"], ["launch", "--nproc=2", "-m", "rankup.program.main"]], 1):
         job = rankup(installed, own, *started, *line, "--fresh")
@@ -96,8 +96,8 @@ def test_wheel_trains_and_explains_beside_an_own_train_py(installed: Path, own: 
     assert not (own / "imported").exists()
 
 
-def test_wheel_starts_an_own_train_py_which_may_be_a_copy_of_the_loop(installed: Path, own: Path) -> None:
-    """As rankup/program.md says."""
+def test_wheel_starts_an_own_train_py_that_copies_the_loop(installed: Path, own: Path) -> None:
+    """rankup/program.md describes this."""
     loop = (ROOT / "train" / "loop.py").read_text().replace("from .", "from rankup.program.")
     (own / "train.py").write_text(loop + """
 program, run_dir = Program().begin(), Path("runs/train")

@@ -351,7 +351,7 @@ def _hook_optimizers() -> None:
 WRAPPED: Mapping[str, Sequence[tuple[str, str, str]]] = {
     "rankup.group.joining": [("meet", "before joining", "met"),
                              ("dist.init_process_group", "before forming", "formed")],
-    "rankup.loop.saving": [("Saving.keep", "before the rescue", "")],
+    "rankup.loop.saving": [("Saving.rescue", "before the rescue", "")],
     "rankup.state.run": [("read", "reading the rescue", ""), ("share", "sending the rescue", "rescue known")],
     "train.loop": [("build", "before building", "ready"), ("load", "", "data loaded"),
                    ("build_optimizer", "model built", "")],

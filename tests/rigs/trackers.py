@@ -40,7 +40,7 @@ class Server:
                 "_MLFLOW_SERVER_ARTIFACT_ROOT": str(self.folder / "artifacts"),
                 "MLFLOW_DISABLE_TELEMETRY": "true", **WARN, "PYTHONWARNINGS": "ignore"}
         with ended(start(*command, env=more)) as job:
-            wait_for("its answer", self._answers, process=job.processes[0])
+            wait_for("the server's answer", self._answers, process=job.processes[0])
             yield self
 
     def ask(self, path: str, **question: Any) -> dict[str, Any]:

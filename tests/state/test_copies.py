@@ -25,7 +25,7 @@ from tests.rigs.small_filesystems import small_disk
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
 
 
-def test_those_that_do_not_look_whole_do_not_count_as_kept(tmp_path: Path) -> None:
+def test_checkpoints_that_do_not_look_whole_do_not_count_as_kept(tmp_path: Path) -> None:
     save(tmp_path, 1)
     os.truncate(save(tmp_path, 2) / "model.safetensors", 50)
     (save(tmp_path, 3) / "manifest.json").write_text('{"step": 3, "files": {"model.safetensors": 1}}')
@@ -36,7 +36,7 @@ def test_those_that_do_not_look_whole_do_not_count_as_kept(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("damage", ["flipped", "another step's"])
-def test_damaged_one_of_a_later_step_never_takes_the_place_of_a_new_one(tmp_path: Path, damage: str) -> None:
+def test_damaged_later_checkpoint_never_displaces_a_new_one(tmp_path: Path, damage: str) -> None:
     for step in (1, 9):
         save(tmp_path, step)
     if damage == "flipped":
@@ -45,12 +45,12 @@ def test_damaged_one_of_a_later_step_never_takes_the_place_of_a_new_one(tmp_path
         shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009", dirs_exist_ok=True)
     for keep in (2, 1):
         save(tmp_path, 2, keep=keep)
-        # One that says another step does not look whole: it counts for none that is kept
+        # A folder with another step's manifest does not look whole, so it does not count as kept
         assert steps(tmp_path) == ([2, 9] if damage == "flipped" or keep == 1 else [1, 2, 9])
         assert newest(tmp_path)[0] == 2
 
 
-def test_same_step_saved_again_replaces_it_and_the_newest_are_kept(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 0)
     save(tmp_path, 1, value=-1.0)
     save(tmp_path, 1, keep=1)
@@ -59,7 +59,7 @@ def test_same_step_saved_again_replaces_it_and_the_newest_are_kept(tmp_path: Pat
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_kill_between_the_renames_leaves_the_replaced_one(
+def test_kill_between_the_renames_leaves_the_replaced_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     save(tmp_path, 1)
@@ -75,7 +75,7 @@ def test_kill_between_the_renames_leaves_the_replaced_one(
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, 1, keep=1)
     assert newest(tmp_path) == (1, [])
-    if again:  # and once more right there
+    if again:  # and a second time at the same place
         flip(save(tmp_path, 1, keep=99) / "model.safetensors", 50)
         (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.replaced")
         save(tmp_path, 1)
@@ -85,7 +85,7 @@ def test_kill_between_the_renames_leaves_the_replaced_one(
 
 
 def save_until_killed(directory: Path, pipe: int) -> None:
-    """Save each step twice, as after a stop in evaluation, and write each step that is surely saved to the pipe."""
+    """Save each step twice, as after a stop in evaluation, and write each saved step to the pipe."""
     found = load_newest(directory, lambda text: os._exit(3))
     step = found.step if found is not None else 0
     while True:
@@ -96,7 +96,7 @@ def save_until_killed(directory: Path, pipe: int) -> None:
 
 
 def kill_savers(directory: Path, runs: int) -> None:
-    """Kill a saving process `runs` times at random points; after each the last step that it reported must be there."""
+    """Kill a saving process `runs` times at random points. Each time the last step that it reported must be there."""
     draw = random.Random()
     last = 0
     for number in range(runs):
@@ -107,7 +107,7 @@ def kill_savers(directory: Path, runs: int) -> None:
         os.close(writer)
         with os.fdopen(reader) as lines:
             began_s = time.monotonic()
-            if number % 5:  # else before the first one
+            if number % 5:  # otherwise before the first save
                 last = int(lines.readline())
             time.sleep(draw.uniform(0, 1.5) * (time.monotonic() - began_s + 0.002))
             os.kill(pid, signal.SIGKILL)
@@ -120,7 +120,7 @@ def kill_savers(directory: Path, runs: int) -> None:
     print(f"{runs} kills, {last} steps")
 
 
-def test_kill_at_any_point_of_a_save_leaves_the_last_good_one(tmp_path: Path) -> None:
+def test_kill_at_any_point_of_a_save_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     code = f"from tests.state.test_copies import *; kill_savers(Path(sys.argv[1]), {RUNS})"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True)
@@ -164,8 +164,8 @@ def test_failing_disk_loses_no_earlier_checkpoint(
 SPLIT = ("--parallel=fsdp", "--checkpoint-format=sharded", "--memory-every-steps=0")
 
 
-def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, tmp_path: Path) -> None:
-    """With parts of all ranks. Whole ones in containers: test_compose_limits.py."""
+def test_full_disk_ends_all_ranks_with_2_and_more_room_lets_them_resume(forks: Forks, tmp_path: Path) -> None:
+    """Here with parts of all ranks; test_compose_limits.py has whole checkpoints in containers."""
     wide = ("--options.width", "20000", "--keep", "3", *SPLIT)
     output = forks.ends(*train(tmp_path / "undisturbed", *wide), world_size=2)
     with small_disk(tmp_path / "disk", "5m") as (disk, resize):
@@ -182,12 +182,12 @@ def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, 
         assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
 
 
-def test_a_folder_may_go_while_it_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_may_disappear_while_it_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a node remove the parts of their run at the same time."""
     scandir = os.scandir
 
     def late(path: Path) -> Any:
-        path.rmdir()  # as another rank does between the look whether it is there and this one
+        path.rmdir()  # another rank may remove it just before this call
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", late)

@@ -1,4 +1,4 @@
-"""Parts in memory: which are taken, and that no damaged one ever is."""
+"""Parts in memory: which ones are taken, and that no damaged part ever is."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ RANKS, STEPS, RUN = 2, (10, 20), "0123456789abcdef"
 
 
 class Ranks:
-    """Two ranks as two threads of this process, on one node."""
+    """Two ranks of one node, as two threads of this process."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -38,7 +38,7 @@ class Ranks:
         self._values: list[Any] = [None] * RANKS
 
     def each(self, work: Callable[[Any], Any]) -> list[Any]:
-        """What `work` returns for the group of each rank."""
+        """Return what `work` returns for each rank's group."""
 
         def run(rank: int) -> Any:
             try:
@@ -74,7 +74,7 @@ def keep(ranks: Ranks, *steps: int, world_size: int = RANKS) -> None:
         kept.wanted = True
         for step in steps:
             record = to_json(training_state(step, world_size=world_size, attempt="first"))
-            # The state of a rank's own loader says that its part is no other rank's
+            # The state of a rank's own loader makes its part differ from all others
             own = {f"{group.rank} of {RANKS}": None}
             state = {"model": {"weight": weight(group.rank, step)}, "step": {"n": step}, "loaders": own}
             kept.take(step, lambda record=record, state=state: (record, state))  # type: ignore[misc]
@@ -85,7 +85,7 @@ def keep(ranks: Ranks, *steps: int, world_size: int = RANKS) -> None:
 
 
 def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
-    """The newest step that all ranks go on from, and their weights."""
+    """Return the newest step that all ranks resume, and their weights."""
 
     def work(group: Any) -> Copy | None:
         listed = group.gather([*held_by(group, Path("nowhere"), Options())])
@@ -122,7 +122,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def harm(folder: Path, draw: random.Random) -> str:
-    """One thing that may happen to files in memory. Returns what."""
+    """Damage files in memory in one random way, and return a description."""
     rank, step = draw.randrange(RANKS), draw.choice(STEPS)
     other = STEPS[1 - STEPS.index(step)]
     path = folder / f"{RUN}.rank-{rank:05d}" / f"step-{step:08d}"
@@ -153,7 +153,7 @@ def harm(folder: Path, draw: random.Random) -> str:
 
 
 def test_no_damaged_part_is_ever_loaded(memory: Path, tmp_path: Path) -> None:
-    """Of two steps one is damaged: then the other is gone on from, by all ranks."""
+    """Of two steps one is damaged. All ranks then resume the other."""
     ranks, draw = Ranks(), random.Random()
     keep(ranks, *STEPS)
     assert (found := go_on(ranks)) is not None
@@ -174,7 +174,7 @@ def test_no_damaged_part_is_ever_loaded(memory: Path, tmp_path: Path) -> None:
     assert min(came_to.values()) > TRIES // 10, came_to
 
 
-def test_parts_of_another_number_of_ranks_are_not_taken(memory: Path) -> None:
+def test_parts_for_another_number_of_ranks_are_not_taken(memory: Path) -> None:
     ranks = Ranks()
     keep(ranks, 10)
     keep(ranks, 20, world_size=RANKS + 1)
@@ -183,10 +183,9 @@ def test_parts_of_another_number_of_ranks_are_not_taken(memory: Path) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "kept"), [(True, True), (True, False), (False, True), (False, False)])
-def test_where_ranks_differ_the_parts_of_earlier_attempts_go_too_and_rescues_stay(
-    memory: Path, wanted: bool, kept: bool
-) -> None:
-    """Also before this attempt's first parts. `kept`: it took some; it could take no more where none is `wanted`."""
+def test_parts_of_earlier_attempts_are_removed_if_ranks_differ(memory: Path, wanted: bool, kept: bool) -> None:
+    """`wanted`: it takes parts, perhaps its first ones later. `kept`: it has taken some. With neither, rescued copies
+    stay."""
     keep(Ranks(), 10)
     held = [*memory.glob("*/*/*")]
     parts = Parts(SimpleNamespace(device=torch.device("cpu")), RUN, 1)  # type: ignore[arg-type]
@@ -220,7 +219,7 @@ def test_parts_take_three_times_their_size(memory: Path) -> None:
     assert sum(path.stat().st_blocks * 512 for path in files) < 2.1 * RANKS * size
 
 
-def test_parts_that_fail_leave_the_last_whole_ones_alone_until_the_state_is_saved(
+def test_failing_parts_leave_the_last_whole_ones_until_the_next_save(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def keep_one(folder: Path, step: int, files: Any) -> Path:
@@ -253,9 +252,7 @@ def test_parts_that_fail_leave_the_last_whole_ones_alone_until_the_state_is_save
     assert ranks.said == ["no part of the state is kept in memory from now on: this one fails."]
 
 
-def test_part_of_another_rank_that_cannot_be_kept_leaves_nobody_waiting(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_part_of_another_rank_leaves_nobody_waiting(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def receive(source: int, _: Any) -> Any:
         served.append(source)
         return 10, {}
@@ -274,7 +271,7 @@ def test_part_of_another_rank_that_cannot_be_kept_leaves_nobody_waiting(
     assert [path.name for path in list_copies(memory / "rank-0")] == ["step-00000010"]
 
 
-def test_step_does_not_wait_until_the_device_has_copied_a_part(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_does_not_wait_for_the_devices_copy_of_a_part(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
 
     def wait(_: HostCopies) -> float:
@@ -286,7 +283,7 @@ def test_step_does_not_wait_until_the_device_has_copied_a_part(memory: Path, mon
     assert waits == ["part"] * 4
 
 
-def test_second_part_is_on_the_next_node_if_no_other_node_holds_the_same() -> None:
+def test_second_part_is_on_the_next_node_unless_another_node_holds_the_same() -> None:
     split = [(f"node{rank // 2}", f"part {rank}", 1) for rank in range(6)]
     assert [peer_of(rank, split) for rank in range(6)] == [2, 3, 4, 5, 0, 1]
     assert [peer_of(rank, split[:5]) for rank in range(5)] == [2, 3, 4, 4, 0]

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: each rank writes its part, whole or not at all; they resume and load wherever plain ones do."""
+"""Sharded checkpoints: each rank writes its part, whole or not at all. They resume and load wherever plain ones do."""
 
 import json
 import os
@@ -48,16 +48,16 @@ def plain_model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks, with checkpoints of step 9 and 12."""
+    """The folder of two ranks' run, with checkpoints of steps 9 and 12."""
     folder = tmp_path_factory.mktemp("trained")
     train(forks, folder, 2, *SHARDED, "--optimizer", "adamw", "--lr", "0.01")
     return folder
 
 
-# What is in it --------------------------------------------------------------------------------------------------
+# Content ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_rank_writes_its_part_which_plain_safetensors_loads(trained: Path) -> None:
+def test_each_ranks_part_is_plain_safetensors(trained: Path) -> None:
     path, ranks = newest(trained), ["rank-00000.safetensors", "rank-00001.safetensors"]
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", *ranks, "state.json", "tree.json"]
     parts = [load_file(path / name) for name in ranks]
@@ -65,7 +65,7 @@ def test_each_rank_writes_its_part_which_plain_safetensors_loads(trained: Path) 
     assert weights.digest(whole) == digest(trained)
 
 
-def test_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> None:
+def test_sharded_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> None:
     train(forks, tmp_path, 2, *FSDP, "--optimizer", "adamw", "--lr", "0.01")
     assert digest(tmp_path) == digest(trained)
     one, other = load_checkpoint(newest(tmp_path)), load_checkpoint(newest(trained)).as_plain()
@@ -78,11 +78,11 @@ def test_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> N
         assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-# Going on -------------------------------------------------------------------------------------------------------
+# Resuming -------------------------------------------------------------------------------------------------------
 
 
 def no_part() -> None:
-    """In the process of a rank: rank 1 can't tell what its part is."""
+    """In the process of a rank: make rank 1 fail to determine its part."""
     from rankup.errors import UserError
     from rankup.state import saver
 
@@ -93,14 +93,14 @@ def no_part() -> None:
         saver.own_parts = fails
 
 
-def test_part_that_one_rank_cannot_tell_ends_all_ranks_in_one_line(forks: Forks, tmp_path: Path) -> None:
+def test_rank_that_fails_to_split_ends_all_ranks_with_one_line(forks: Forks, tmp_path: Path) -> None:
     line, preload = (*LINE, *SHARDED, "--run-dir", tmp_path), f"{__name__}:no_part"
     output = forks.ends(*line, world_size=2, preload=preload, code=2)
     assert output.count("error: state: it must be split by Shard and Replicate.") == 1, output
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-# From and to: sharded and plain, other world sizes, other methods
+# From and to: sharded and plain, other numbers of ranks, other methods
 CHANGES: dict[str, tuple[tuple[int, tuple[str, ...]], tuple[int, tuple[str, ...]]]] = {
     "two ranks to one": ((2, SHARDED), (1, SHARDED)),
     "two ranks to four": ((2, SHARDED), (4, SHARDED)),
@@ -116,15 +116,15 @@ DIGITS = ("--workload", "images", "--dataset", "digits", "--model", "mlp", "--ba
 
 @pytest.fixture(scope="module")
 def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights of one process that trains from beginning to end. No dropout, which each rank draws for itself."""
+    """The weights of one undisturbed process. There is no dropout, because each rank draws its own."""
     folder = tmp_path_factory.mktemp("alone")
     train(forks, folder, 1, *DIGITS)
     return load_checkpoint(newest(folder)).tracked["model"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_run_goes_on_in_another_way(forks: Forks, alone: dict[str, torch.Tensor], tmp_path: Path, change: str) -> None:
-    """With the momentum, so that the weights are those of one process but for the last bits."""
+def test_run_resumes_in_another_way(forks: Forks, alone: dict[str, torch.Tensor], tmp_path: Path, change: str) -> None:
+    """The momentum is kept too, so that the weights equal those of one process except for the last bits."""
     (first, settings), (then, others) = CHANGES[change]
     train(forks, tmp_path, first, *DIGITS, *settings, "--max-steps", "5")
     output = train(forks, tmp_path, then, *DIGITS, *others)
@@ -155,13 +155,13 @@ def test_export_is_one_plain_file(forks: Forks, trained: Path, tmp_path: Path) -
     assert "export: /dev/null must be writable, got " in output
 
 
-def test_evaluation_reads_it(forks: Forks, trained: Path) -> None:
+def test_evaluation_reads_a_sharded_checkpoint(forks: Forks, trained: Path) -> None:
     codes, output = forks.run("evaluate", *LINE[1:3], "--name", "run", "--run-dir", trained, world_size=2)
     assert codes == [0, 0], output
     assert digest(trained)[:16] in output
 
 
-def test_another_run_starts_from_it(forks: Forks, trained: Path, tmp_path: Path) -> None:
+def test_another_run_starts_from_a_sharded_checkpoint(forks: Forks, trained: Path, tmp_path: Path) -> None:
     output = train(forks, tmp_path, 1, "--init-from", str(newest(trained)), "--max-steps", "1", "--lr", "1e-12")
     assert "4 of 4 tensors" in output
     shutil.copytree(newest(trained), tmp_path / "damaged")
@@ -174,13 +174,13 @@ def test_another_run_starts_from_it(forks: Forks, trained: Path, tmp_path: Path)
 
 
 def seal(path: Path) -> None:
-    """Make every digest right, as somebody would who wants what is there to be read."""
+    """Make every digest right, as an attacker would who wants the content to be read."""
     files = {file.name: fingerprint(file.read_bytes()) for file in path.iterdir() if file.name != "manifest.json"}
     (path / "manifest.json").write_text(json.dumps({"step": int(path.name[5:]), "files": files}))
 
 
 def move(path: Path, *place: list[int]) -> None:
-    """Change where rank 1's part of a tensor lies."""
+    """Move rank 1's part of a tensor to another place."""
     file = path / "rank-00001.safetensors"
     with safe_open(file, framework="pt") as opened:
         places = json.loads(opened.metadata()["places"])
@@ -191,10 +191,8 @@ def move(path: Path, *place: list[int]) -> None:
 
 
 @pytest.mark.parametrize("place", [([9, 0], [16, 8]), (["x", 0], [16, 8]), ([8], [16, 8]), None])
-def test_part_that_is_missing_or_lies_elsewhere_is_one_line_and_fills_no_tensor(
-    trained: Path, tmp_path: Path, place: Any
-) -> None:
-    """Although every digest is right. Files that are damaged or missing are in test_tree.py."""
+def test_missing_or_misplaced_part_is_one_line_and_fills_no_tensor(trained: Path, tmp_path: Path, place: Any) -> None:
+    """Even if every digest is right. test_tree.py has damaged and missing files."""
     path = tmp_path / "step-00000012"
     shutil.copytree(newest(trained), path)
     if place is None:
@@ -207,7 +205,7 @@ def test_part_that_is_missing_or_lies_elsewhere_is_one_line_and_fills_no_tensor(
 
 
 def record_reads() -> None:
-    """In the process of a rank: note which files of checkpoints are opened to be read, but the newest's."""
+    """In the process of a rank: record which files are read of all checkpoints except the newest."""
     rank = os.environ.get("RANK", "0")
 
     def note(event: str, values: tuple[Any, ...]) -> None:
@@ -224,7 +222,7 @@ def record_reads() -> None:
 
 
 @pytest.mark.parametrize("more", [("--parallel", "ddp"), SHARDED], ids=["plain", "sharded"])
-def test_save_reads_neither_what_it_writes_nor_older_ones(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_save_reads_neither_its_own_files_nor_older_ones(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
     preload = "tests.state.test_shards:record_reads"
     train(forks, tmp_path, 2, *more, "--keep", "3", preload=preload, env={"READS": str(tmp_path / "reads")})
     assert [path.read_text() for path in tmp_path.glob("reads-*")] == []

@@ -1,4 +1,4 @@
-"""Tracked state comes back as it was, to the bit and to the type; what can't be kept is named; damage loads nothing."""
+"""Tracked state is restored with its bits and types. Values that can't be kept are named; damage loads nothing."""
 
 import gc
 import math
@@ -43,7 +43,7 @@ def test_plain_values_keep_their_types() -> None:
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.int8, torch.bool,
     torch.complex64, torch.float8_e4m3fn,
 ], ids=str)
-def test_tensors_come_back_to_the_bit(dtype: torch.dtype) -> None:
+def test_tensors_keep_their_bits(dtype: torch.dtype) -> None:
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (24 * dtype.itemsize,), dtype=torch.uint8)
     value = bits.view(dtype).reshape(2, 3, 4)
     found = back(value={"whole": value, "scalar": value[0, 0, 0], "empty": value[:0], "part": value[:, ::2]})["value"]
@@ -54,7 +54,7 @@ def test_tensors_come_back_to_the_bit(dtype: torch.dtype) -> None:
     assert torch.equal(found["part"].view(torch.uint8), value[:, ::2].contiguous().view(torch.uint8))
 
 
-def test_shared_tensors_stay_one_and_layouts_stay() -> None:
+def test_shared_tensors_stay_shared_and_layouts_stay() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(3, 4, 3))
     model = model.to(memory_format=torch.channels_last)
     model[2].weight = model[0].weight  # type: ignore[union-attr, assignment]
@@ -66,18 +66,18 @@ def test_shared_tensors_stay_one_and_layouts_stay() -> None:
     model.load_state_dict(found["model"])
 
 
-def test_views_of_one_memory_stay_apart() -> None:
+def test_separate_views_of_one_memory_stay_separate() -> None:
     memory = torch.arange(9.0)
     views = [memory, memory.view(3, 3), memory.view(3, 3).t(), memory[:3], memory[3:6], memory[:3].view(torch.int32)]
     views += [memory[::2][:1], turning := torch.tensor([1 + 2j, 3 - 4j]), turning.conj()]
     views += [turning.imag, turning.conj().imag]
     found = back(views=views, empty=[memory[:0], memory[:0]])
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found["views"], views, strict=True))
-    assert found["empty"][0] is not found["empty"][1]  # as parts of two tensors of which a rank holds nothing
+    assert found["empty"][0] is not found["empty"][1]  # such as parts of two tensors of which a rank holds nothing
 
 
-def test_tensors_are_free_once_they_are_written_or_read() -> None:
-    """The collector of garbage may come much later: a state that was gathered would be in memory twice."""
+def test_tensors_are_freed_once_they_are_written_or_read() -> None:
+    """Garbage collection may come much later. Until then a gathered state would be in memory twice."""
     gc.disable()
     try:
         tree, tensors = encode({"model": {"weight": torch.ones(3)}})
@@ -88,7 +88,7 @@ def test_tensors_are_free_once_they_are_written_or_read() -> None:
         gc.enable()
 
 
-def test_paths_that_look_alike_are_told_apart() -> None:
+def test_similar_paths_are_kept_apart() -> None:
     value = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), "__metadata__": torch.full((1,), 2.0)}
     found = back(value=value)["value"]
     assert [found["a"]["b"].item(), found["a.b"].item(), found["__metadata__"].item()] == [0, 1, 2]
@@ -103,7 +103,7 @@ def test_paths_that_look_alike_are_told_apart() -> None:
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
     lambda p: torch.optim.LBFGS(p), lambda p: torch.optim.Adafactor(p),
 ], ids=["SGD", "AdamW", "LBFGS", "Adafactor"])
-def test_torchs_optimizers_and_schedulers_go_on_as_if_nothing_had_happened(optimizer: Any, make: Any) -> None:
+def test_torchs_optimizers_and_schedulers_continue_exactly(optimizer: Any, make: Any) -> None:
     def build() -> list[Any]:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
@@ -146,7 +146,7 @@ def test_value_that_cannot_be_kept_is_named_by_its_path(value: Any, message: str
     assert "\n" not in str(caught.value)
 
 
-def test_file_is_what_safetensors_writes_and_depends_on_no_layout(tmp_path: Path) -> None:
+def test_file_equals_safetensors_own_and_depends_on_no_layout(tmp_path: Path) -> None:
     from safetensors.torch import save as reference
 
     given = {"b": torch.randn(3, 2), "a": torch.randn(5, dtype=torch.float64), "n": torch.tensor(3, dtype=torch.int8)}
@@ -160,8 +160,8 @@ def test_file_is_what_safetensors_writes_and_depends_on_no_layout(tmp_path: Path
     assert load_file(tmp_path / "model.safetensors").keys() == given.keys()
 
 
-def test_a_thousand_damaged_copies_load_nothing_wrong(tmp_path: Path) -> None:
-    """Those whose digests are right are in tests/promises/test_fuzz.py."""
+def test_thousand_damaged_copies_load_nothing_wrong(tmp_path: Path) -> None:
+    """tests/promises/test_fuzz.py has damaged copies whose digests are right."""
     draw = random.Random(0)
     save(tmp_path, 10)
     good = {file.name: file.read_bytes() for file in save(tmp_path, 20).iterdir()}
@@ -178,7 +178,7 @@ def test_a_thousand_damaged_copies_load_nothing_wrong(tmp_path: Path) -> None:
         if found.step == 10:
             assert len(said) == 1, where
             assert "\n" not in said[0], where
-        else:  # the manifest is text around digests: blanks and the like may differ
+        else:  # the manifest's text around digests, such as blanks, may differ
             assert not changed or name == copies.MANIFEST, where
         counts[found.step] += 1
     assert counts[10] > 800, counts

@@ -257,5 +257,5 @@ def test_missing_package_is_one_line_with_the_command_that_installs_it(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"null without the package transformers, .*pip install -e '.\[text\]'"):
+    with pytest.raises(UserError, match=r"the package transformers must be installed.*-e '.\[text\]'"):
         build(made)

@@ -82,10 +82,10 @@ def test_bad_lines_are_counted_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("files", "message"), [
-    ({"dev": GOOD}, "got no file train"), ({"train": GOOD}, "got no file dev or test"),
+    ({"dev": GOOD}, "got no train file"), ({"train": GOOD}, "got no dev or test file"),
     ({"train": "", "dev": GOOD}, "train.txt: holds no lines"),
     ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
-    ({"train": GOOD, "train_tsv": GOOD, "dev": GOOD}, "must hold one file train, got train.tsv and train.txt"),
+    ({"train": GOOD, "train_tsv": GOOD, "dev": GOOD}, "must hold one train file, got train.tsv and train.txt"),
 ])
 def test_folder_that_holds_no_texts_is_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:

@@ -122,11 +122,11 @@ def read_file(path: str) -> bytearray:
 
 def decode(path: str, data: bytearray | None = None, *, at_least: int | None = None) -> torch.Tensor:
     """Decode the image in the file `path`, or in `data`: uint8 [3, H, W], RGB, with the strides of [H, W, 3], turned as
-    its EXIF orientation says. `at_least`: a JPEG may be decoded at 1/2, 1/4 or 1/8 if neither side gets fewer pixels;
-    this takes a third of the time for large photographs. Raises UserError if the image can't be decoded safely."""
+    its EXIF orientation says. `at_least`: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size if each side keeps this
+    many pixels: large photographs take a third of the time. Raises UserError if it can't be decoded safely."""
     data = read_file(path) if data is None else data
     try:
-        # PIL reads only the header here, in 25 µs. It finds the format, and refuses images that would fill the memory.
+        # PIL reads only the header here, in 25 µs. It finds the format, and refuses images of over 179 million pixels.
         with Image.open(io.BytesIO(data)) as file:
             whole = file.size
             if at_least is not None:

@@ -28,8 +28,8 @@ class Samples(Protocol):
 
 @dataclass(eq=False)
 class TensorSamples:
-    """Images in memory. A batch is taken by index, measured 75 times faster than torchvision's sample by sample. It is
-    normalised on the device, which copies a quarter of the bytes. A user's workload needs the first two fields only."""
+    """Images in memory. Taking a batch by index is 75 times faster than torchvision's loading of single samples. Bytes
+    go to the device, a quarter of floats, and are normalised there. A user gives at least the first two fields."""
 
     images: torch.Tensor  # uint8 [N, C, H, W]
     labels: torch.Tensor  # int64 [N]
@@ -122,7 +122,7 @@ class EpochSampler:
     seed: int
     lengths: torch.Tensor | None = None  # int64 [num_samples]: put samples of similar length into one batch ...
     pool: int = 50  # ... out of the samples of this many batches
-    now: int = 0  # the epoch
+    now: int = 0  # the epoch whose order `__iter__` yields
 
     def __len__(self) -> int:
         return self.num_samples // self.batch_size
@@ -154,9 +154,9 @@ class EpochSampler:
 def load_batches(
     samples: Samples, numbers: Iterable[list[int]], *, accumulate: int = 0, num_workers: int, device: torch.device
 ) -> DataLoader[Any]:
-    """Return a DataLoader for the batch sampler `numbers`. Without `accumulate` a batch is what `Samples.batch` returns
-    for evaluation. With it, a batch is a list of that many micro-batches for training, whose samples are numbered as by
-    `EpochSampler`: (size of the batch / size of the micro-batch, what `Samples.batch` returned)."""
+    """Return a DataLoader for the batch sampler `numbers`. For evaluation (`accumulate` is 0) a batch is what
+    `Samples.batch` returns. For training it is a list of `accumulate` micro-batches, each (size of the batch / size of
+    the micro-batch, what `Samples.batch` returned), and `numbers` is an `EpochSampler`."""
     workers: dict[str, Any] = {}
     if num_workers:
         workers = {

@@ -111,7 +111,7 @@ class DataParallelMethod(Method):
             ids = [int(word) for word in given.split(",") if word] or list(range(count))
             if max(ids) >= count or len(set(ids)) != len(ids):
                 got = f"got {given}. CUDA_VISIBLE_DEVICES numbers them anew, from 0."
-                raise UserError(f"device_ids must each name another one of the {count} visible GPUs, {got}")
+                raise UserError(f"device_ids must name different ones of the {count} visible GPUs, {got}")
             if len(ids) > 1:
                 return DataParallel(model, device_ids=ids)
         self.group.log.info(f"dp     one device ({device}): trains as one process does without DataParallel")

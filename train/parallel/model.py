@@ -44,7 +44,7 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager[Non
 
 def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Compile the model. Put DDP around the result: of DDP around an nn.Sequential dynamo compiles nothing."""
-    if device.type in ("cpu", "cuda") and not (shutil.which("g++") or shutil.which("clang++")):  # torch's has 200 lines
+    if device.type in ("cpu", "cuda") and not (shutil.which("g++") or shutil.which("clang++")):  # torch prints pages
         raise UserError("compile needs a C++ compiler on this machine. Install it, or leave --compile out.")
     compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
     return compiled

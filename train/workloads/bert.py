@@ -69,8 +69,8 @@ def build_bert(config: Config, *, num_classes: int, pretrained: bool) -> tuple[W
         import transformers
     except ModuleNotFoundError:
         raise UserError(
-            "bert_dir must be null without the package transformers, which is not installed. For a BERT: pip install "
-            "'rankup[text]', in a checkout pip install -e '.[text]'"
+            "bert_dir: the package transformers must be installed. pip install 'rankup[text]', or -e '.[text]' in a "
+            "checkout."
         ) from None
     transformers.logging.set_verbosity_error()  # `_read_encoder` reports missing weights in one line
     transformers.logging.disable_progress_bar()

@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate's loop: `prepare`, `accelerator.backward`, as its quick tour has it.
+"""Hugging Face Accelerate's loop with `prepare` and `accelerator.backward`, as in its quick tour.
 
-For speed, from its documentation: mixed precision by its own switch, `split_batches` left False (each process loads its
-own batches, none are cut up), DDP's options through DistributedDataParallelKwargs (gradients as views of the buckets; a
-static graph was slower), no `gather` and no `.item()` in the loop. The images are in memory, fetched a batch at a time:
-no loader slows it down.
+For speed it follows its documentation: mixed precision by its own switch, `split_batches=False` (each process loads its
+own batches and none are cut up), DDP's options through DistributedDataParallelKwargs (gradients as views of the
+buckets; a static graph was slower), no `gather` and no `.item()` in the loop. The images are in memory and are fetched
+a batch at a time, so no loader slows it down.
 """
 
 import torch
@@ -33,7 +33,7 @@ def main() -> None:
     for _ in range(clock.epochs(len(loader))):  # the loader tells the sampler its epoch
         for images, labels in loader:
             optimizer.zero_grad()
-            # `prepare` has put autocast around the model's forward
+            # `prepare` has wrapped the model's forward in autocast
             loss = nn.functional.cross_entropy(model(shared.normalize(images)), labels)
             accelerator.backward(loss)
             optimizer.step()

@@ -1,11 +1,10 @@
-"""A loop tuned by hand, by somebody who has time: the least that each step can be with PyTorch alone.
+"""A loop tuned by hand, as fast as a step can be with PyTorch alone.
 
-From PyTorch's performance tuning guide: channels_last, a fused optimizer, gradients that are views of the buckets (a
-static graph was slower), no buffers to send, no loss read in the loop. Besides: no DataLoader, but images in memory,
-taken by index.
-The guide also advises another malloc, for the page faults of each step. Here glibc's is set up instead, as by rankup:
-see `keep_freed_memory` in train/parallel/model.py.
-As variant "rankup" it has the lines of rankup/loop.md in it: what these cost is the difference between the two.
+From PyTorch's performance tuning guide it has channels_last, a fused optimizer, gradients that are views of the buckets
+(a static graph was slower), no broadcast of buffers, and no read of the loss in the loop. It has no DataLoader either,
+but takes images from memory by index. The guide also advises another malloc, because of the page faults of each step.
+This loop sets up glibc's malloc instead, as rankup does (see `keep_freed_memory` in train/parallel/model.py). The
+variant "rankup" adds the lines of rankup/loop.md. The difference in speed is the cost of these lines.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from train.parallel.model import keep_freed_memory
 
 
 class Shares:
-    """This process's sample numbers of each step, int64 [B], without an end."""
+    """An endless iterable of this process's sample numbers for each step, int64 [B]."""
 
     def __init__(self, task: shared.Task, num_samples: int) -> None:
         self.task, self.num_samples = task, num_samples

@@ -1,8 +1,8 @@
-"""Lightning's Trainer with `barebones=True`: its own mode for raw speed, in which it reports, saves and checks nothing.
+"""Lightning's Trainer with `barebones=True`, its own mode for raw speed, in which it reports, saves and checks nothing.
 
-Its documentation discourages that mode for real training, where it is slower. From its pages "Speed up model training"
-and "DDP optimizations": gradients as views of the buckets (a static graph was slower), mixed precision by its own
-switch. The images are in memory, fetched a batch at a time: no loader slows it down.
+Its documentation advises against this mode for real training, which is slower. From its pages "Speed up model training"
+and "DDP optimizations" come gradients as views of the buckets (a static graph was slower) and mixed precision by its
+own switch. The images are in memory and are fetched a batch at a time, so no loader slows it down.
 """
 
 import logging
@@ -18,7 +18,7 @@ from tests.bench.racers import shared
 
 
 class Module(lightning.LightningModule):
-    """The model and its step. The clock counts in the hook that Lightning calls after each batch."""
+    """The model and its training step. Lightning calls the hook in which the clock counts after each batch."""
 
     def __init__(self, task: shared.Task) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Module(lightning.LightningModule):
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")  # advice that we have read, such as that about workers
+    warnings.filterwarnings("ignore")  # advice that does not apply here, such as more workers
     logging.getLogger("lightning").setLevel(logging.ERROR)
     task = shared.read_task()
     together = DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
@@ -48,7 +48,7 @@ def main() -> None:
     dataset = shared.InMemory(task)
     loader = DataLoader(
         dataset, batch_size=task.share, drop_last=True, collate_fn=shared.as_it_is,
-        # Lightning tells it its epoch
+        # Lightning tells the sampler its epoch
         sampler=shared.SameOrder(dataset, num_replicas=shared.world_size(), rank=shared.rank()),
     )
     module = Module(task)

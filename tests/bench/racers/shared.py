@@ -1,7 +1,7 @@
-"""What all entrants of the race share: the model, the images, their order, the clock and the evaluation.
+"""The model, images, order of images, clock and evaluation that all entrants of the race share.
 
-An entrant is a user's script: it has its own loop, and knows nothing of rankup but for `derive_seed`, the seed of an
-epoch's order. `build` below hands the same things to rankup itself, as `--workload tests.bench.racers.shared:build`.
+An entrant is a user's script with its own loop. Of rankup it uses only `derive_seed`, the seed of an epoch's order.
+`build` below gives the same model and data to rankup itself, as `--workload tests.bench.racers.shared:build`.
 """
 
 import json
@@ -22,16 +22,16 @@ from train.data.samples import TensorSamples
 from train.workloads import Workload
 from train.workloads.classification import Classification
 
-SEED, LR, MOMENTUM = 0, 0.05, 0.9  # SGD without weight decay at a constant rate: each entrant has it in a few words
+SEED, LR, MOMENTUM = 0, 0.05, 0.9  # each entrant uses SGD at a constant rate and without weight decay
 MEAN, STD = 0.286, 0.353  # of Fashion-MNIST's training images / 255
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and how long. `batch_size` is global; `precision`: fp32 or bf16, by autocast.
+    """The training that an entrant runs. `batch_size` is global. `precision`: fp32 or bf16, by autocast.
 
-    `data`: the folder that holds torchvision's FashionMNIST. `result`: the JSON file that rank 0 writes. `variant`: a
-    word for the entrant's own script.
+    `data`: the folder that has torchvision's FashionMNIST. `result`: the JSON file that rank 0 writes. `variant`: a
+    choice that the entrant's own script understands.
     """
 
     data: str
@@ -44,7 +44,7 @@ class Task:
 
     @property
     def share(self) -> int:
-        """Samples of a batch for each process."""
+        """The number of samples of each batch for one process."""
         return self.batch_size // world_size()
 
     def autocast(self) -> torch.autocast:
@@ -52,20 +52,20 @@ class Task:
 
 
 def load_images(data: str, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [N, 1, 28, 28] and int64 [N], all in memory."""
+    """Return all images and labels in memory: uint8 [N, 1, 28, 28] and int64 [N]."""
     found = torchvision_set(data, train=train, transform=None)
     return found.data[:, None], found.targets
 
 
 def torchvision_set(data: str, *, train: bool, transform: Any) -> Any:
-    """The data set as torchvision's users have it: sample by sample, as PIL images before `transform`."""
+    """Return torchvision's own data set, which gives single samples and passes PIL images to `transform`."""
     from torchvision.datasets import FashionMNIST
 
     return FashionMNIST(data, train=train, transform=transform)
 
 
 def build_model() -> nn.Module:
-    """Float [B, 1, 28, 28] -> logits [B, 10], 105,866 parameters. Equal weights in each process and each entrant."""
+    """Return a CNN of 105,866 parameters, float [B, 1, 28, 28] -> logits [B, 10], with the same weights everywhere."""
     torch.manual_seed(SEED)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -75,7 +75,7 @@ def build_model() -> nn.Module:
 
 
 def read_task() -> Task:
-    """The task as race.py gives it to a script: JSON, the first argument. Sets one thread a process."""
+    """Return the task that race.py passes as JSON in the first argument. Also set torch to one thread."""
     torch.set_num_threads(1)
     return Task(**json.loads(sys.argv[1]))
 
@@ -89,12 +89,12 @@ def world_size() -> int:
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
-    """uint8 -> float32 of mean 0 and deviation 1."""
+    """Convert uint8 to float32 with mean 0 and standard deviation 1."""
     return images.float().div_(255).sub_(MEAN).div_(STD)
 
 
 class SameOrder(DistributedSampler[Any]):
-    """torch's sampler, but the permutation of an epoch is rankup's, so that all entrants see the same batches."""
+    """torch's sampler with rankup's permutation of each epoch, so that all entrants see the same batches."""
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(derive_seed(SEED, epoch) - self.seed)
@@ -103,7 +103,7 @@ class SameOrder(DistributedSampler[Any]):
 class InMemory(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Images in memory that a DataLoader fetches a batch at a time, through torch's `__getitems__`.
 
-    Nothing in torch, Accelerate or Lightning is faster: no entrant waits for its loader. Use `collate_fn=as_it_is`.
+    torch, Accelerate and Lightning have no faster way, so no entrant waits for its loader. Use `collate_fn=as_it_is`.
     """
 
     def __init__(self, task: Task) -> None:
@@ -121,7 +121,7 @@ class InMemory(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """A collate function for batches that are whole already."""
+    """Collate nothing: the batch is already complete."""
     return batch
 
 
@@ -132,11 +132,11 @@ class Clock:
         self.task, self.done, self.began_s, self.seconds = task, 0, 0.0, 0.0
 
     def epochs(self, steps_per_epoch: int) -> int:
-        """Passes over the data that have enough steps."""
+        """Return how many passes over the data give enough steps."""
         return -(-self.task.steps // steps_per_epoch)
 
     def step(self) -> bool:
-        """Count a finished step. Returns whether it was the last."""
+        """Count a finished step. Return whether it was the last."""
         self.done += 1
         if self.done in (self.task.warm_up, self.task.steps):
             now_s = time.perf_counter()
@@ -145,12 +145,12 @@ class Clock:
 
 
 def finish(task: Task, clock: Clock, model: nn.Module) -> None:
-    """Rank 0 evaluates the model on all test images, and writes the result. `model`: without DDP around it."""
+    """Let rank 0 evaluate the model on all test images and write the result. `model` must not be wrapped in DDP."""
     assert clock.done == task.steps, f"{clock.done} of {task.steps} steps"
     if rank() == 0:
         _evaluate(task, clock, model)
     if torch.distributed.is_initialized():
-        # Twice in twenty trainings a process that ended before the other did was aborted by its own C++ threads
+        # Without it, a process that ended first was aborted by its own C++ threads in 2 of 20 trainings
         torch.distributed.barrier()
 
 
@@ -169,7 +169,7 @@ def _evaluate(task: Task, clock: Clock, model: nn.Module) -> None:
 
 
 def build(config: Config) -> Workload:
-    """The same for rankup: what a user writes to train a model and images of their own."""
+    """Give the same model and data to rankup, in the form in which users bring their own."""
     data, kind = config.options["data"], Classification(num_classes=10, label_smoothing=0.0, prepare=normalize)
     return Workload(
         model=build_model(), train=TensorSamples(*load_images(data, train=True)),

@@ -1,10 +1,10 @@
 """The loop of PyTorch's own DDP tutorial (beginner/ddp_series_fault_tolerance, multigpu_torchrun.py), part by part.
 
-Variant "loader": the data as PyTorch's quickstart has them, torchvision's FashionMNIST and its transforms, behind a
+The variant "loader" has the data of PyTorch's quickstart, torchvision's FashionMNIST with its transforms, in a
 DataLoader with a DistributedSampler. The tutorial has no workers. PyTorch's performance tuning guide recommends them,
-but two processes on the two CPUs of README's table were slower with one each, and with two.
-Variant "memory": the same loop on images in memory, fetched a batch at a time, so that no loader slows it down.
-Nothing else that the tutorial does not have: no channels_last, DDP and SGD as they are by default.
+but on the two CPUs of README's table two processes were slower with one worker each, and with two.
+The variant "memory" is the same loop on images in memory, fetched a batch at a time, so that no loader slows it down.
+Like the tutorial, both have no channels_last, and DDP and SGD with their defaults.
 """
 
 import torch
@@ -17,7 +17,7 @@ from tests.bench.racers import shared
 
 
 def open_loader(task: shared.Task) -> DataLoader:
-    """Batches of this process's share, on the host: uint8 from memory, or normalised float32 from torchvision."""
+    """Return a loader of this process's batches on the host: uint8 from memory, or normalized float32 images."""
     options = {}
     if task.variant == "memory":
         dataset, options = shared.InMemory(task), {"collate_fn": shared.as_it_is}

@@ -160,8 +160,8 @@ def _unpack(packed: Path, folder: str) -> list[list[str]]:
 
 
 def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
-    """Run the commands in turn. If the last one fails, raise OSError: that of a full disk, or one with apt's first two
-    errors, or else with the last two lines of output."""
+    """Run the commands in turn. If the last one fails, raise OSError: of a full disk, or with a text, which is apt's
+    first two errors or else the last two lines of output."""
     lines: list[str] = []
     for command in commands:
         done = subprocess.run(

@@ -54,8 +54,8 @@ def open_splits(config: Config) -> Mapping[str, Any]:
     """Open each split as a `datasets.Dataset`, from a folder, the cache of `datasets`, or, if hf_download, the hub."""
     if importlib.util.find_spec("datasets") is None:
         raise UserError(
-            f"dataset must be another than {config.dataset} without the package datasets, which is not installed: "
-            "pip install 'rankup[hf]', in a checkout pip install -e '.[hf]'"
+            f"dataset {config.dataset}: the package datasets must be installed. pip install 'rankup[hf]', or "
+            "-e '.[hf]' in a checkout."
         )
     # Do not report usage to the hub. The packages read these variables when they are imported
     os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
@@ -105,8 +105,8 @@ def open_rows(config: Config, usual: str, fits: Callable[[Any], bool]) -> tuple[
     evaluated = config.hf_eval_split or next((name for name in usual_splits if name in splits), None)
     if evaluated is None:
         raise UserError(
-            f"{config.dataset}: must have a split to evaluate on, got only {', '.join(splits)}. Name one by "
-            "--hf-eval-split, or take parts of one: --hf-train-split train[:90%] --hf-eval-split train[90%:]"
+            f"{config.dataset}: must have a split to evaluate on, got only {', '.join(splits)}. Name one with "
+            "--hf-eval-split, or use parts of one: --hf-train-split train[:90%] --hf-eval-split train[90%:]"
         )
     inputs, label = config.input_column or usual, config.label_column
 

@@ -10,8 +10,8 @@ from ...config import Config
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "texts"
 LAYOUT = (
-    "A folder holds train.txt and dev.txt or test.txt, one label<TAB>text a line; names such as "
-    "cnews.train.txt are found too. CSV files are read by --dataset hf:FOLDER."
+    "A folder holds train.txt, and dev.txt or test.txt, with one label<TAB>text per line; names such as "
+    "cnews.train.txt are found too. For CSV files set --dataset hf:FOLDER."
 )
 NAMES = {"train": ("train",), "dev": ("validation", "valid", "val", "dev"), "test": ("test",)}
 NAMED = 5  # how many bad lines a message names; it only counts the others
@@ -35,7 +35,7 @@ def load_texts(config: Config) -> tuple[Part, Part, tuple[str, ...]]:
     evaluation_path = _file(folder, config.eval_split) or _file(folder, other)
     if train_path is None or evaluation_path is None:
         missing = "train" if train_path is None else "dev or test"
-        raise UserError(f"{folder}: must hold texts to train and to evaluate on, got no file {missing}. {LAYOUT}")
+        raise UserError(f"{folder}: must hold texts to train and to evaluate on, got no {missing} file. {LAYOUT}")
     train = checked(_rows(train_path), train_path)
     classes = tuple(sorted({*train.labels}))
     if len(classes) < 2:
@@ -59,7 +59,7 @@ def _file(folder: Path, part: str) -> Path | None:
         raise UserError(f"{folder}: cannot be read ({error.strerror}). {LAYOUT}") from error
     found = [path for path in files if path.stem.split(".")[-1] in NAMES[part]]
     if len(found) > 1:
-        raise UserError(f"{folder}: must hold one file {part}, got {found[0].name} and {found[1].name}. Remove one.")
+        raise UserError(f"{folder}: must hold one {part} file, got {found[0].name} and {found[1].name}. Remove one.")
     return found[0] if found else None
 
 
