@@ -1,7 +1,7 @@
 """The agent of one node. It meets the other agents, starts this node's ranks, and reports their ends and stop requests.
 
 The agent lives as long as the job. Its event loop runs in one thread. Other threads read the output of scripts that do
-not import rankup. It uses no device and imports no torch. A job whose number of nodes may change is called elastic.
+not import rankup. The agent uses no device and no torch. A job whose number of nodes may change is called elastic.
 
 | a rank fails           | its agent tells the leader, and the leader ends the membership. Every agent makes its ranks |
 |                        | leave and reports how each ended. The leader then starts a new membership or ends the job   |

@@ -77,7 +77,7 @@ class Leader(Memberships):
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, as the callback of `asyncio.start_server(leader.accept, ..., limit=LONGEST)`."""
-        # The event loop cancels this task at its end. Python 3.11 prints a traceback if CancelledError leaves a task
+        # The event loop cancels this task at its end. Python 3.11 prints a traceback if this raises CancelledError
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(Link(reader, writer)) as link:
             link.send("leader", over=self.over, **self.greeting())
             why = ENDED
@@ -112,7 +112,7 @@ class Leader(Memberships):
             elif self.yields_to(hello):
                 self._outdone(link.remote_ip, hello["port"])
         if hello["is"] != "hello" or self.over:
-            raise ValueError(hello["is"])  # after the end of this job, a member of the next job tries again
+            raise ValueError(hello["is"])  # this job is over, and a member of the next job will try again
         member, basis = Member.read(hello), hello.get("basis") or NONE
         if member.world_size != self.me.world_size:
             others = f"{self.me.who} with WORLD_SIZE={self.me.world_size}. Set the same on all ranks."
@@ -199,8 +199,8 @@ class Leader(Memberships):
             link.write(data)
 
     def take(self, kind: str, **values: Any) -> bool:
-        """Handle a message of this process's own member. Does not return before: the process may be about to end.
-        Returns False if the member has left."""
+        """Handle a message of this process's own member at once, because the process may be about to end. Returns False
+        if the member has left."""
         if (own := self.seats.of(self.me.token)) is not None:
             self._take(own.link, {"is": kind, **values})
         return own is not None

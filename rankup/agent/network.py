@@ -189,7 +189,7 @@ def interface_variables(environ: Mapping[str, str], own_ip: str) -> dict[str, st
     """Return variables that make gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the other
     nodes. Variables in `environ` keep their values.
 
-    By default gloo takes the address of the machine's host name. On Debian this is 127.0.1.1, useless to other nodes.
+    By default gloo takes the address of the machine's host name. On Debian that is 127.0.1.1, which others can't use.
     """
     if not (routed := interface_of(own_ip)):
         return {}
@@ -273,7 +273,7 @@ def guard(accept: Accept, secret: bytes) -> Accept:
     half_open: dict[asyncio.StreamWriter, None] = {}
 
     async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while len(half_open) >= MOST_HALF_OPEN:  # drop the oldest: whoever knows the secret has answered by now
+        while len(half_open) >= MOST_HALF_OPEN:  # drop the oldest: a process that knows the secret has answered
             oldest = next(iter(half_open))
             del half_open[oldest]
             oldest.transport.abort()

@@ -1,8 +1,8 @@
 """The messages between the members of a job: one JSON object per line, over TCP. Imports no torch.
 
 A member is the agent of a node, or a rank if another launcher started the ranks. The leader runs in the process of the
-member with rank 0. Each member, also that one, keeps a connection to the leader as long as the job lives. They meet as
-in torchelastic's rendezvous: the leader proposes membership `n`, and commits it once its members are ready. `n` grows.
+member with rank 0. Each member, also that one, keeps a connection to the leader until the job ends. Members meet as in
+torchelastic's rendezvous: the leader proposes membership `n`, and commits it once all are ready. `n` only grows.
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
@@ -260,7 +260,7 @@ class Links:
             while True:
                 self._on_message(local_rank, await link.receive(MEMBERS))
         except (ConnectionError, LookupError, ValueError, asyncio.CancelledError):
-            pass  # the rank or the event loop has ended. Python 3.11 prints a traceback if CancelledError leaves a task
+            pass  # the rank or the event loop has ended. Python 3.11 prints a traceback if this raises CancelledError
         finally:
             link.close()
             if self._links.get(local_rank) is link:

@@ -153,7 +153,7 @@ class MemberLine:
 
     def _on_member_message(self, member: Member, message: Mapping[str, Any]) -> None:
         """Handle a member's message, on the leader. If one rank fails, all ranks end, the leader too, and the launcher
-        restarts them. New ranks that come before this process has ended wait for the next leader."""
+        restarts them. New ranks that come too early wait for the next leader, even if their settings differ."""
         assert self._leader is not None
         over = message["is"] == "lost"
         if message["is"] == "stop":

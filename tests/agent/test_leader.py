@@ -42,7 +42,7 @@ def basis(voters: int, used: int, **more: Any) -> dict[str, Any]:
     ],
 )
 @asynchronous
-async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: tuple[int, ...], goes_on: bool):
+async def test_at_most_one_part_of_a_job_continues(voters: int, used: int, here: tuple[int, ...], goes_on: bool):
     """A majority may, or the half with the leader, but never spares alone."""
     async with room(member(here[0], of=5), ANY) as there:
         puppets = [await there.enter(member(node, of=5), n=7, basis=basis(voters, used)) for node in here]
