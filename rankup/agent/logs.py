@@ -37,7 +37,7 @@ from rankup.timing import PRINT_S
 LIBRARY = re.compile(r"/lib(64)?/python3")  # found in the path of code that is not the user's
 STACKS = "stacks"  # a folder in the run's folder
 TAIL = 400  # how many of a rank's last lines to keep, which explain its end
-LONGEST = 2000  # how many characters of each such line to keep
+LONGEST = 2000  # how many characters of each such line to keep; also of the unfinished line in `_Copied`
 READ = 1 << 16  # bytes per read; a longer line is cut into several
 # The last line of a traceback, or argparse's message about a wrong argument
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")

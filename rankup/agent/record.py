@@ -160,7 +160,7 @@ class Record(ctypes.Structure):
         return None if self.confirmed != stop else False
 
     def enter(self, phase: str, timeout_s: float = NO_LIMIT, *, since_s: float | None = None) -> None:
-        """Begin `phase`, which may be the present one again. One thread at a time. `since_s`: when it began; now."""
+        """Begin `phase`, which may be the present one again. One thread at a time. `since_s`: its start, if not now."""
         self.clock.enter(phase)
         began_s = time.monotonic() if since_s is None else since_s
         self._write(began_s, timeout_s, phase)

@@ -215,7 +215,7 @@ def _packed(value: Any) -> bytes:
 
 
 def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # every rank would fill cuda:0
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # otherwise all ranks would fill cuda:0
 
 
 def broke_collective(error: BaseException) -> bool:
