@@ -330,7 +330,7 @@ def say_why(code: int, why: str) -> None:
     from rankup.agent.ends import End
 
     with contextlib.suppress(LookupError, ValueError):  # the script may have changed its environment
-        tell_agent(json.loads(os.environ["RANKUP_AGENT"]), End(int(os.environ["RANK"]), "", code, why).message())
+        tell_agent(json.loads(os.environ["RANKUP_AGENT"]), End(int(os.environ["RANK"]), "", code, why).entry())
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import psutil
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from rankup.agent.ends import End
 from rankup.agent.leader import Leader
 from rankup.agent.leader_connection import LeaderConnection
 from rankup.agent.logs import host_name
@@ -156,10 +157,10 @@ class MemberLine:
         assert self._leader is not None
         over = message["is"] == "lost"
         if message["is"] == "stop":
-            self._leader.stop(str(message["signal"]))
+            self._leader.stop(message["signal"])
         elif message["is"] == "end" and message["code"] != FINISHED:
             over = self._leader.running
-            self._leader.lose_by(member, message)
+            self._leader.lose_by(member, End.read(message))
         if over:
             self._leader.over = "the job at this address is about to end"
 

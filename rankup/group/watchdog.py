@@ -91,7 +91,7 @@ class Watchdog:
         """Report how this rank ends, to the other ranks and in the files of the run. `suspect`: the rank that this rank
         lost, if known."""
         own = End(self.rank, host_name(), code, why, self.record.step, suspect=suspect)
-        self._send("end", **own.message())
+        self._send("end", **own.entry())
         write_end(self.status.run_dir, self.status.attempt, own)
         ends: dict[int, End] = {}
         if code in (FINISHED, STOPPED):  # all ranks end this way
