@@ -130,7 +130,7 @@ class Program:
         tell_torchrun(error)
         code, agent = exit_code(error), getattr(self.found, "agent", None)
         if agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
-            tell_agent(agent, End(self.rank_env.rank, host_name(), code, reason(error)).message())
+            tell_agent(agent, End(self.rank_env.rank, host_name(), code, reason(error)).entry())
         if isinstance(error, Stopped):
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):

@@ -1,7 +1,7 @@
 """The agent of one node. It meets the other agents, starts this node's ranks, and reports their ends and stop requests.
 
 The agent lives as long as the job. Its event loop runs in one thread. Other threads read the output of scripts that do
-not import rankup. It uses no device and imports no torch. A job whose number of nodes may change is called elastic.
+not import rankup. The agent uses no device and no torch. A job whose number of nodes may change is called elastic.
 
 | a rank fails           | its agent tells the leader, and the leader ends the membership. Every agent makes its ranks |
 |                        | leave and reports how each ended. The leader then starts a new membership or ends the job   |
@@ -29,7 +29,7 @@ from rankup.agent.ends import Verdict
 from rankup.agent.leader_connection import LeaderConnection, elect
 from rankup.agent.logs import host_name
 from rankup.agent.network import Link, chosen_address, interface_variables, is_this_machine, listen, open_port
-from rankup.agent.protocol import ARGUMENTS, LEADS, SHARED, Member, fits
+from rankup.agent.protocol import ARGUMENTS, MEMBERS, SHARED, Member
 from rankup.agent.quorum import knowledge, same_job
 from rankup.agent.ranks import Options, Ranks
 from rankup.errors import LEFT_OUT, STOPPED
@@ -146,12 +146,12 @@ class Agent:
             await self.coordinator.leader.accept(reader, writer)
             return
         link, known = Link(reader, writer), knowledge(self.connection.basis, self.connection.me.token)
-        with contextlib.suppress(OSError, LookupError, asyncio.CancelledError):
+        with contextlib.suppress(OSError, ValueError, asyncio.CancelledError):
             link.send("leader", over="this node does not lead", at=self.connection.at or None, **known)
             async with asyncio.timeout(timing.HELLO_S):
-                said = await link.receive()
-                leads = said["is"] == "leads" and fits(said, LEADS)
-                if leads and said["port"] and said["formed"] >= known["formed"] and same_job(said, known):
+                said = await link.receive(MEMBERS)
+                leads = said["is"] == "leads" and said["port"]
+                if leads and said["formed"] >= known["formed"] and same_job(said, known):
                     self._elsewhere = (link.remote_ip, said["port"])
         link.close()
 
@@ -177,7 +177,7 @@ class Agent:
             return self.node.master_addr, self.node.master_port
         elsewhere, self._elsewhere = self._elsewhere, None
         if (found := await elect(self.connection, self.node, elsewhere)) is None:
-            log.warning("this node leads from now on: no member that should lead before it answers")
+            log.warning("this node leads from now on, because no earlier member answers")
             self._lead()
         return found or ("127.0.0.1", self.port)
 

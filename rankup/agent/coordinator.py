@@ -168,12 +168,12 @@ class Coordinator:
 
     def _on_message(self, member: Member, message: Mapping[str, Any]) -> None:
         if message["is"] == "ending":
-            self.leader.lose_by(member, message)
+            self.leader.lose_by(member, End.read(message))
         elif message["is"] == "end":
-            end = End.read(message, member.host)
+            end = End.read(message)
             was_last = self.ends.add(end)
             if end.code:
-                self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
+                self.leader.lose(member, end.why or f"ended with {end.code}", ranks=[end.rank], code=end.code)
             elif was_last and self.leader.running:
                 verdict = self.ends.judge(resizing=self.leader.resizing)
                 if verdict.code is None:  # the ranks stopped for a change of nodes, and a script may end with 0 then
@@ -184,8 +184,8 @@ class Coordinator:
             for rank in member.ranks:
                 self.ends.add(End(rank, member.host, KILLED, message["why"]))
         elif message["is"] == "stop":
-            self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
-            self.leader.stop(str(message["signal"]))
+            self.ends.stopped_by = self.ends.stopped_by or message["signal"]
+            self.leader.stop(message["signal"])
             if not self.leader.running:
                 self._end(Verdict(STOPPED, self.ends.stopped_by))
 

@@ -19,7 +19,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class End:
     rank: int
     host: str
     code: int
-    cause: str = ""  # in a few words
+    why: str = ""  # in a few words
     step: int = 0  # the last step that the rank reported, or 0
     told: bool = False  # the rank was told to leave, so its code explains nothing
     suspect: int | None = None  # the rank that this rank lost, if known
@@ -67,7 +67,7 @@ class End:
     @property
     def explains(self) -> bool:
         """Whether this end may be the cause: the rank was not told to leave, and did not just lose another rank."""
-        return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.cause)
+        return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.why)
 
     @property
     def blamed(self) -> int | None:
@@ -75,26 +75,16 @@ class End:
         return self.rank if self.explains else self.suspect
 
     def entry(self) -> dict[str, Any]:
-        """Return this end as the files of a run record it."""
-        return {
-            "rank": self.rank, "host": self.host, "state": _state_of(self.code), "code": self.code, "why": self.cause,
-            "step": self.step, "suspect": self.suspect, "told": self.told,
-        }
+        """Return this end as messages and the files of a run hold it."""
+        return {**asdict(self), "state": _state_of(self.code)}
 
     @staticmethod
-    def read(message: Mapping[str, Any], host: str) -> "End":
-        """Read an end from a message of `host`. Raises LookupError, TypeError or ValueError for a malformed message."""
-        return End(
-            int(message["rank"]), host, int(message["code"]), str(message["cause"]), int(message["step"]),
-            bool(message["told"]), message.get("suspect"),
-        )
-
-    def message(self) -> dict[str, Any]:
-        """Return this end as a message for `read`. It names no host, because the receiver knows the sender's host."""
-        return {name: value for name, value in asdict(self).items() if name != "host"}
+    def read(entry: Mapping[str, Any]) -> "End":
+        """Read what `entry` returned. `entry` must have the form `protocol.END`."""
+        return End(**{each.name: entry[each.name] for each in fields(End) if entry.get(each.name) is not None})
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} ended with {self.code}" + (f" ({self.cause})" if self.cause else "")
+        return f"rank {self.rank} on {self.host} ended with {self.code}" + (f" ({self.why})" if self.why else "")
 
 
 def cause_of(ends: Sequence[End]) -> tuple[int, End]:
@@ -234,7 +224,7 @@ class StatusFile:
         ends = sorted(ends, key=lambda end: end.rank)
         if code is None and ends:
             code = root_cause([end.code for end in ends])
-            why = next(end.cause for end in ends if end.code == code)
+            why = next(end.why for end in ends if end.code == code)
         summary = {
             "attempt": self.attempt, "state": "running" if code is None else _state_of(code),
             "world_size": self.world_size, "code": code, "why": why, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

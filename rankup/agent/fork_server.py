@@ -1,7 +1,7 @@
 """The fork server: a process that has imported torch, from which a node's ranks are forked in tenths of a second.
 
 The agent runs this file as a program. They exchange JSON objects through a pipe of multiprocessing. `ForkServer`, the
-agent's side, asks to start and signal ranks. `Server` reports that it is ready, process ids, exit codes, and warnings.
+agent's side, asks to start and signal ranks. `Server` reports when it is ready, ranks' starts and ends, and warnings.
 
 A fork copies only the thread that calls it, but all locks and the state of every library. So the server must have only
 one thread and no open device, see `obstacle`. Otherwise it replaces itself with a process that imports nothing and
@@ -256,7 +256,7 @@ class Server:
         return 0
 
     def _become(self, request: dict[str, Any], outputs: Sequence[int]) -> None:
-        """Make this child like a fresh interpreter, as far as `be_python` does not; or, without `fork`, exec one."""
+        """Do what a fresh interpreter does at its start, except for `be_python`'s part. Without `fork`, exec one."""
         for stream, descriptor in enumerate(outputs, start=1):
             os.dup2(descriptor, stream)
             os.close(descriptor)
@@ -330,7 +330,7 @@ def say_why(code: int, why: str) -> None:
     from rankup.agent.ends import End
 
     with contextlib.suppress(LookupError, ValueError):  # the script may have changed its environment
-        tell_agent(json.loads(os.environ["RANKUP_AGENT"]), End(int(os.environ["RANK"]), "", code, why).message())
+        tell_agent(json.loads(os.environ["RANKUP_AGENT"]), End(int(os.environ["RANK"]), "", code, why).entry())
 
 
 if __name__ == "__main__":

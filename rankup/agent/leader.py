@@ -16,7 +16,7 @@ from typing import Any
 from rankup import timing
 from rankup.agent.membership import ENDED, Memberships
 from rankup.agent.network import Link, encode
-from rankup.agent.protocol import BASIS, LEADS, Member, Seat, by_host, describe_missing, fits
+from rankup.agent.protocol import MEMBERS, Member, Seat, by_host, describe_missing
 from rankup.agent.quorum import NONE, age, electorates, knowledge, recount, same_job, without
 from rankup.env.rank_env import ranges
 
@@ -77,21 +77,21 @@ class Leader(Memberships):
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, as the callback of `asyncio.start_server(leader.accept, ..., limit=LONGEST)`."""
-        # The event loop cancels this task at its end. Python 3.11 prints a traceback if CancelledError leaves a task
+        # The event loop cancels this task at its end. Python 3.11 prints a traceback if this raises CancelledError
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(Link(reader, writer)) as link:
             link.send("leader", over=self.over, **self.greeting())
             why = ENDED
             try:
                 async with asyncio.timeout(timing.HELLO_S):
-                    hello = await link.receive()
+                    hello = await link.receive(MEMBERS)
                 if (member := self._read(link, hello)) is not None:
                     await self._seat(link, member, warm=hello.get("warm") is not False)
                 while True:  # also for refused members: if we closed first, the reason might not arrive
-                    self._take(link, await link.receive())
+                    self._take(link, await link.receive(MEMBERS))
             except (ConnectionError, TimeoutError):
                 pass
-            except (LookupError, TypeError, ValueError, OverflowError) as error:
-                why = f"it sent a message that makes no sense: {type(error).__name__}: {error}"
+            except ValueError as error:
+                why = f"it sent a message that makes no sense: {error}"
             self._remove(link, why)
 
     def greeting(self) -> dict[str, Any]:
@@ -106,22 +106,22 @@ class Leader(Memberships):
 
     def _read(self, link: Link, hello: Mapping[str, Any]) -> Member | None:
         """Read a newcomer's first message. Returns None if its world size differs, so that it was turned away."""
-        if hello["is"] == "leads" and fits(hello, LEADS) and self._limits is not None:
+        if hello["is"] == "leads" and self._limits is not None:
             if not hello["port"]:  # the sender is a member of a job and looks for its leader
                 self._foreign_s = self._clock() if hello["n"] > self.membership else self._foreign_s
             elif self.yields_to(hello):
                 self._outdone(link.remote_ip, hello["port"])
         if hello["is"] != "hello" or self.over:
-            raise ValueError(hello["is"])  # after the end of this job, a member of the next job tries again
-        member, basis = Member.read(hello), hello.get("basis", NONE)
+            raise ValueError(hello["is"])  # this job is over, and a member of the next job will try again
+        member, basis = Member.read(hello), hello.get("basis") or NONE
         if member.world_size != self.me.world_size:
             others = f"{self.me.who} with WORLD_SIZE={self.me.world_size}. Set the same on all ranks."
             self._turn_away(link, member, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
             return None
-        self.membership = max(self.membership, int(hello["n"]))  # an earlier leader may have used higher numbers
-        if int(hello["n"]) and self._model is None:
+        self.membership = max(self.membership, hello["n"])  # an earlier leader may have used higher numbers
+        if hello["n"] and self._model is None:
             self._model = member
-        if self._limits is not None and not self.running and fits(basis, BASIS) and age(basis) > age(self.basis):
+        if self._limits is not None and not self.running and age(basis) > age(self.basis):
             self.basis = dict(basis)
         return member
 
@@ -162,16 +162,14 @@ class Leader(Memberships):
         seat.heard_s, kind = self._clock(), message["is"]
         if kind == "ready":
             if message["n"] == self._proposed and seat in self._late:
-                seat.problem = str(message["problem"])
+                seat.problem = message["problem"]
                 seat.warm = seat.warm or seat in self._chosen  # a chosen member is ready only with torch imported
                 self._late.remove(seat)
                 if not self._late:
                     self._all_ready.set()
         elif kind == "alive":
             seat.warm = message.get("warm") is not False
-            seat.heartbeat_s, seat.heartbeats = seat.heard_s, [
-                {**each, "rank": int(each["rank"]), "ago_s": float(each["ago_s"])} for each in message.get("ranks", [])
-            ]
+            seat.heartbeat_s, seat.heartbeats = seat.heard_s, message.get("ranks") or []
         elif kind == "ask":
             if not self._asking:
                 asyncio.get_running_loop().call_later(timing.POLL_S, self._answer)
@@ -179,13 +177,13 @@ class Leader(Memberships):
         elif kind == "leaving":
             self._let_go(seat)
         elif kind == "has":
-            seat.has = age(message)
+            seat.has = age({"n": message["n"], "v": message["v"]})
         elif kind == "left":  # the node's ranks have ended for good, and it has no vote from now on
             self._renew(**without(self.basis, seat.member.token))
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
             pass  # members can't report losses, and messages of other memberships are dropped
         elif kind == "standing":
-            step, stop = int(message["step"]), self._stop
+            step, stop = message["step"], self._stop
             if stop is not None and stop.answer(link, step=step):
                 self.tell("confirm" if stop.confirmed else "prepare", n=self._formed, stop=stop.step)
         else:
@@ -201,8 +199,8 @@ class Leader(Memberships):
             link.write(data)
 
     def take(self, kind: str, **values: Any) -> bool:
-        """Handle a message of this process's own member. Does not return before: the process may be about to end.
-        Returns False if the member has left."""
+        """Handle a message of this process's own member at once, because the process may be about to end. Returns False
+        if the member has left."""
         if (own := self.seats.of(self.me.token)) is not None:
             self._take(own.link, {"is": kind, **values})
         return own is not None

@@ -13,8 +13,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rankup import timing
-from rankup.agent.network import Link, greeting, open_port, read_secret
-from rankup.agent.protocol import KILLED, LEADERS, Member, fits
+from rankup.agent.network import Link, fits, greeting, open_port, read_secret
+from rankup.agent.protocol import KILLED, LEADERS, Member
 from rankup.agent.quorum import NONE, Basis, age, knowledge, same_job
 from rankup.agent.record import Record
 from rankup.env.node_env import NodeEnv
@@ -100,11 +100,10 @@ class LeaderConnection:
 
     async def _next(self, link: Link) -> dict[str, Any] | None:
         """Return the leader's next message, or None if the connection has ended or the message is malformed."""
-        with contextlib.suppress(ConnectionError):
-            message = await link.receive()
-            if fits(message, LEADERS.get(message["is"], {})):
-                self._heard_s = self._clock()
-                return message
+        with contextlib.suppress(ConnectionError, ValueError):
+            message = await link.receive(LEADERS)
+            self._heard_s = self._clock()
+            return message
         return None
 
     def close(self) -> None:

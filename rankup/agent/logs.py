@@ -1,5 +1,5 @@
-"""Output: where agents and ranks print and log their lines, where a rank writes its stacks, and how the agent reads the
-pipes of a script that does not import rankup. This file does not import torch.
+"""Output: where agents and ranks print and log, where a rank writes its stacks, and how the agent reads the output of a
+script that does not import rankup. This file does not import torch.
 
 Printing never ends a process and never blocks it for long: a closed pipe, a full disk or a disk that hangs costs lines,
 not the run. Each line carries its host and rank.
@@ -36,9 +36,9 @@ from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # found in the path of code that is not the user's
 STACKS = "stacks"  # a folder in the run's folder
-TAIL = 400  # how many of a rank's last lines are kept to explain its end
-LONGEST = 2000  # how many characters of each such line are kept
-READ = 1 << 16  # bytes per read; a line that gets longer than this is cut
+TAIL = 400  # how many of a rank's last lines to keep, which explain its end
+LONGEST = 2000  # how many characters of each such line to keep; also of the unfinished line in `_Copied`
+READ = 1 << 16  # bytes per read; a longer line is cut into several
 # The last line of a traceback, or argparse's message about a wrong argument
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")
 
@@ -57,7 +57,7 @@ class Output(io.FileIO):
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
-        self._unread = False  # a line was dropped, and nobody has read anything since
+        self._unread = False  # the last line was dropped, because nobody reads
         self._pid, self._lock = os.getpid(), threading.Lock()
 
     def write(self, data: Any) -> int:
@@ -80,12 +80,12 @@ class Output(io.FileIO):
             os.write(self.fileno(), data)
             return True
         room, until_s = select.poll(), time.monotonic() + (0.0 if self._unread else PRINT_S)
-        if self._unread:  # the last line may have been written in part
+        if self._unread:  # a part of the last line may have been written
             data = b"\n" + data
         try:  # open it a second time: O_NONBLOCK on the descriptor itself would hold for other processes too
             number, most = os.open(f"/proc/self/fd/{self.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
         except OSError:  # a socket, or another user's terminal
-            number, most = os.dup(self.fileno()), select.PIPE_BUF  # this much fits if poll reports room
+            number, most = os.dup(self.fileno()), select.PIPE_BUF  # this much fits once poll reports room
         try:
             room.register(number, select.POLLOUT)
             while data:
@@ -99,11 +99,11 @@ class Output(io.FileIO):
 
 
 def guard() -> None:
-    """Replace stdout and stderr by `Output`, so that printing can neither end nor block this process. Not for a command
-    whose output is its result."""
+    """Replace stdout and stderr by `Output`, so that printing can neither end nor block this process. Do not call this
+    in a command whose output is its result."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # otherwise the user or an earlier call has replaced it
+        if stream is getattr(sys, f"__{name}__"):  # otherwise the user, or an earlier call, has replaced it
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()  # otherwise earlier lines would come last, or never
             if stream is None:  # it was closed when this process started
@@ -114,7 +114,7 @@ def guard() -> None:
 
 
 class RankLog(Output):
-    """The log file of a rank. Each line has the time, host and rank in front."""
+    """The log file of a rank. Each line begins with the time, host and rank."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         """Open the file for appending, which may wait for the disk. Raises UserError if it can't be written."""
@@ -130,7 +130,7 @@ class RankLog(Output):
 
 
 class _Copied:
-    """The stdout of a script that imports rankup. It copies each line to a file, and is otherwise like `plain`."""
+    """The stdout of a script that imports rankup. It copies each line to a file, and otherwise acts as `plain`."""
 
     def __init__(self, plain: TextIO, file: RankLog) -> None:
         self.plain, self._file, self._begun = plain, file, ""
@@ -156,7 +156,7 @@ class _Copied:
 
 @contextlib.contextmanager
 def _unless_hung_up() -> Iterator[None]:
-    """Ignore that the terminal was closed. The job has got SIGHUP then, and is about to save and leave."""
+    """Ignore that the terminal was closed: the job has got SIGHUP, and is about to save and leave."""
     try:
         yield
     except OSError as error:
@@ -175,8 +175,8 @@ def copy_prints(file: RankLog) -> None:
 
 def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: RankLog | None = None) -> None:
     """Send log records to the terminal and to `file`, as the table above says. An agent passes `rank=None`, and the
-    number of nodes as `world_size`. It may be called again. If the user has configured the root logger before, that
-    stays, and this prints only rankup's own records."""
+    number of nodes as `world_size`. A later call replaces an earlier one. If the user has configured the root logger
+    already, this leaves its handlers, and prints only rankup's own records."""
     logging.raiseExceptions = False
     logging.captureWarnings(True)
     root, ours = logging.getLogger(), logging.getLogger("rankup")
@@ -195,14 +195,14 @@ def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: RankLog | 
 
 
 def line_head(rank: int | None, world_size: int) -> str:
-    """Return what stands before each line on the terminal: nothing if there is only one rank."""
+    """Return the beginning of each line on the terminal, which names host and rank; "" if there is only one rank."""
     who = "" if rank is None else f" r{rank}/{world_size}"
     return f"[{host_name()}{who}] " if world_size > 1 else ""
 
 
 class _Handler(logging.Handler):
     """A handler that prints records to the terminal or to a file, and raises nothing. It does not use logging's lock,
-    which a thread would hold for as long as a disk hangs; `Output` has a lock of its own."""
+    which a thread would hold for as long as a disk hangs. `Output` has a lock with a time limit."""
 
     def __init__(self, head: str = "", *, file: RankLog | None = None, prints_info: bool = False) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class _Handler(logging.Handler):
 
 
 def show(head: str, lines: Sequence[str], stream: TextIO) -> None:
-    """Print whole lines at once. A progress bar of tqdm is cleared before, and drawn again after."""
+    """Print whole lines at once. tqdm clears its progress bar before, and draws it again after."""
     with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
         with contextlib.suppress(Exception):
             # Without tqdm's lock, which another thread may hold for as long as the terminal is full
@@ -240,7 +240,7 @@ def show(head: str, lines: Sequence[str], stream: TextIO) -> None:
 
 
 def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make a script write its stacks when it gets SIGRTMAX; see `script_site`."""
+    """Return the variables that make a script write its stacks when it gets SIGRTMAX, see `script_site`."""
     path = run_dir.resolve() / STACKS / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,9 +252,9 @@ def announce_stacks(
     run_dir: Path, rank: int, world_size: int, pid: int, *, thread: int | None = None, main: str = "",
     signals: Iterable[int] = (signal.SIGRTMAX,),
 ) -> Path:
-    """Append a line to the rank's stacks file that says whose stacks follow and how to ask for more. Returns the path.
-    Raises OSError. `thread`: the kernel's id of a thread that never hangs and takes the signals. `main`: the id of the
-    main thread, as faulthandler writes it, or "". `signals`: the signals to try, in this order."""
+    """Append a line to the rank's stacks file that says which process writes the stacks and how to request them.
+    Returns the path. Raises OSError. `thread`: the kernel's id of a thread that never hangs and takes the signals.
+    `main`: the main thread's id, as faulthandler writes it, or "". `signals`: the signals to try, in this order."""
     writer = {
         "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
         "thread": thread or pid, "main": main, "signals": [*map(int, signals)],
@@ -271,13 +271,13 @@ def announce_stacks(
 
 class OutputReader:
     """Reads what a rank prints, from two pipes in one thread. It writes the lines to the rank's file with the time, and
-    to the terminal with rank and host. A rank that prints faster than that waits at its full pipe. `outputs`: the ends
-    of the pipes for the rank; the caller closes them. `thread` ends when all that the rank printed is written."""
+    to the terminal with rank and host. A rank that prints faster waits for room in its pipe. `outputs`: the ends of the
+    pipes for the rank, which the caller closes. `thread` ends once everything that the rank printed is written."""
 
     def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
         """Raises UserError if the rank's file can't be written."""
         self._head, self._file = line_head(rank, world_size), RankLog(run_dir, rank)
-        self._tail, self.last_error = deque[str](maxlen=TAIL), ""  # the newest line of stderr
+        self._tail, self.last_error = deque[str](maxlen=TAIL), ""  # `last_error`: the newest line of stderr
         (stdout, out), (stderr, error) = os.pipe(), os.pipe()
         self.outputs = [out, error]
         self.thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
@@ -314,12 +314,12 @@ class OutputReader:
         self._file.add(lines)
         if not self._head:
             with contextlib.suppress(OSError, ValueError):
-                getattr(sys, name).buffer.write(data)  # unchanged, so that a progress bar stays one
+                getattr(sys, name).buffer.write(data)  # unchanged, so that progress bars work
         elif lines:
             show(self._head, lines, getattr(sys, name))
 
 
 def last_exception(tail: str) -> str:
-    """Return the line among a rank's last lines that says how it failed, or ""."""
+    """Return the line that says how a rank failed, or "". `tail`: the rank's last lines."""
     tail = re.sub(r"^\[rank\d+\]: ", "", tail, flags=re.MULTILINE)  # torch puts this before each line
     return next((line[:500] for line in reversed(tail.splitlines()) if EXCEPTION.match(line)), "")

@@ -18,8 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from rankup import timing
+from rankup.agent.ends import End
 from rankup.agent.network import Link, encode
-from rankup.agent.protocol import ARGUMENTS, HINT, KILLED, SIGNALS, Member, Seat, Seats, differences
+from rankup.agent.protocol import ARGUMENTS, HINT, KILLED, Member, Seat, Seats, differences
 from rankup.agent.quorum import NONE, Basis, claims, describe_change, electorates, outvoted
 from rankup.agent.record import StopAgreement
 from rankup.env.node_env import Limits
@@ -150,14 +151,14 @@ class Memberships:
         self.tell("lost", n=self._formed, ranks=lost, host=member.host, why=why, **more)
         self._judge()
 
-    def lose_by(self, member: Member, end: Mapping[str, Any]) -> None:
-        """End the membership because a rank reports that it fails. `end`: see `End.message`."""
-        rank, suspect = int(end["rank"]), end.get("suspect")
-        if suspect is None:
-            self.lose(member, str(end["cause"]), ranks=[rank], code=int(end["code"]))
+    def lose_by(self, member: Member, end: End) -> None:
+        """End the membership because a rank of `member` reports that it fails."""
+        if end.suspect is None:
+            self.lose(member, end.why, ranks=[end.rank], code=end.code)
         else:
-            why = "says that the others wait for it" if suspect == rank else f"is suspected by rank {rank}"
-            self.lose(member, why, ranks=[int(suspect)], alive=True)
+            itself = end.suspect == end.rank
+            why = "says that the others wait for it" if itself else f"is suspected by rank {end.rank}"
+            self.lose(member, why, ranks=[end.suspect], alive=True)
 
     # Proposal and commit ----------------------------------------------------------------------------------------------
 
@@ -308,9 +309,7 @@ class Memberships:
 
     def stop(self, name: str, **more: Any) -> None:
         """Pass the signal `name`, a request to stop, on to all members, and begin to agree on the step to stop before.
-        `change=True`: the job then goes on in another membership. Raises ValueError for a signal not in SIGNALS."""
-        if name not in SIGNALS:
-            raise ValueError(name)
+        `change=True`: the job then goes on in another membership."""
         self.tell("stop", signal=name, **more)
         if self.running and self._stop is None:
             self._stop = StopAgreement(seat.link for seat in self._chosen)

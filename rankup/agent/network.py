@@ -19,6 +19,7 @@ import ipaddress
 import json
 import math
 import os
+import re
 import secrets
 import socket
 import stat
@@ -81,8 +82,9 @@ class Link:
         if not self._writer.is_closing():
             self._writer.write(data)
 
-    async def receive(self) -> dict[str, Any]:
-        """Return the next message. Raises ConnectionError if no message will come, or if it is malformed."""
+    async def receive(self, forms: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """Return the next message. `forms`: the form of each kind of message, see `fits`. Raises ConnectionError if
+        none will come or the bytes are no message, and ValueError if the message does not have the form of its kind."""
         try:
             message = json.loads(await self._reader.readuntil())
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
@@ -91,6 +93,8 @@ class Link:
             message = None
         if not isinstance(message, dict) or not isinstance(message.get("is"), str):
             raise ConnectionError("it sent something that is not a message of rankup")
+        if not fits(message, forms.get(message["is"], {})):
+            raise ValueError(repr(message)[:200])
         return message
 
     def close(self, *, at_once: bool = False) -> None:
@@ -105,6 +109,24 @@ class Link:
 def encode(kind: str, **values: Any) -> bytes:
     """Return a message as the bytes of one line."""
     return json.dumps({"is": kind, **values}).encode() + b"\n"
+
+
+def fits(value: Any, form: Any) -> bool:
+    """Return whether a value that came as JSON has this form, see `protocol.MEMBERS`."""
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(
+            fits(value.get(name.removesuffix("?")), each) or (name.endswith("?") and value.get(name[:-1]) is None)
+            for name, each in form.items()
+        )
+    if isinstance(form, list):
+        return isinstance(value, list) and all(fits(each, form[0]) for each in value)
+    if isinstance(form, tuple):
+        return isinstance(value, list) and len(value) == len(form) and all(map(fits, value, form))
+    if isinstance(form, range | frozenset):  # check the type first: `"x" in range(n)` compares with each number
+        return isinstance(value, int if isinstance(form, range) else str) and value in form
+    if isinstance(form, re.Pattern):
+        return isinstance(value, str) and form.fullmatch(value) is not None
+    return isinstance(value, (int, float) if form is float else form)
 
 
 # Ports and interfaces -------------------------------------------------------------------------------------------------
@@ -167,7 +189,7 @@ def interface_variables(environ: Mapping[str, str], own_ip: str) -> dict[str, st
     """Return variables that make gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the other
     nodes. Variables in `environ` keep their values.
 
-    By default gloo takes the address of the machine's host name. On Debian this is 127.0.1.1, useless to other nodes.
+    By default gloo takes the address of the machine's host name. On Debian that is 127.0.1.1, which others can't use.
     """
     if not (routed := interface_of(own_ip)):
         return {}
@@ -251,7 +273,7 @@ def guard(accept: Accept, secret: bytes) -> Accept:
     half_open: dict[asyncio.StreamWriter, None] = {}
 
     async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while len(half_open) >= MOST_HALF_OPEN:  # drop the oldest: whoever knows the secret has answered by now
+        while len(half_open) >= MOST_HALF_OPEN:  # drop the oldest: a process that knows the secret has answered
             oldest = next(iter(half_open))
             del half_open[oldest]
             oldest.transport.abort()

@@ -1,8 +1,8 @@
 """How processes start and end, and which limits a container or batch job sets. This file does not import torch.
 
-Our processes end with `os._exit`, and never return from their main module. At its own end Python would wait for
-threads inside torch, for threads on a stuck disk and for gloo's teardown, and any of them may wait for a dead rank. The
-main program calls `finish`. Code that cannot wait (after a deadline, after a peer loss) calls `leave`.
+Our processes end with `os._exit`, and never return from their main module. Python's own exit would wait for threads in
+torch, for threads on a stuck disk and for gloo's teardown, each of which may wait for a dead rank. The main program
+calls `finish`. Code that can't wait (after a deadline, after a peer loss) calls `leave`.
 """
 
 import atexit
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for a process's state, such as T; "" for a process that is gone."""
+    """Return the kernel's letter for a process's state, such as T; "" if the process is gone."""
     return "".join(_stat_of(pid)[:1])
 
 
 def start_of(pid: int) -> str:
-    """Return when a process started, in kernel ticks, which tell it from a later process with its id; "" if ended."""
+    """Return when a process started, in kernel ticks, or "" if it has ended. A later process with its id differs."""
     fields = _stat_of(pid)
     return "" if not fields or fields[0] in "ZX" else fields[19]
 
@@ -65,15 +65,15 @@ def has_handler(pid: int, number: int) -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when `parent` ends. Otherwise the ranks of a killed launcher would train on and
-    hold their GPUs (pytorch 5736). Forked children do not inherit this."""
+    """Make the kernel kill this process when `parent` ends. Otherwise the ranks of a killed launcher would keep
+    training and hold their GPUs (pytorch 5736). Forked children do not inherit this."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # the parent ended before the line above
         os._exit(128 + signal.SIGKILL)
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send a signal to one process, which must not be reaped yet. Without a handler for SIGUSR1 it gets SIGTERM."""
+    """Send a signal to a process that is not reaped yet. Without a handler for SIGUSR1, the process gets SIGTERM."""
     if number == signal.SIGUSR1 and not has_handler(pid, number):
         number = signal.SIGTERM
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the process may have changed its user
@@ -88,15 +88,15 @@ def kill_session(pid: int) -> None:
 
 
 def end_of(pid: int) -> int:
-    """Return the exit code of a child that has ended, as a shell counts it. First kill the rest of its process
-    group, such as DataLoader workers, which would hold memory and a GPU: after waitpid the id may be reused."""
+    """Return the exit code of a child that has ended, as a shell reports it. Before that, kill the rest of its process
+    group, such as DataLoader workers, which would hold memory and a GPU. After waitpid the id may be reused."""
     kill_session(pid)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code if code >= 0 else 128 - code
 
 
 def reap_orphans() -> None:
-    """Reap children that have ended. In a container's first process these include inherited orphans."""
+    """Reap children that have ended. A container's first process also inherits orphans."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
@@ -112,8 +112,8 @@ def finish(code: int) -> NoReturn:
 
 
 def leave(code: int, before_exit: Callable[[], int | None] = lambda: None, *, timeout_s: float = 0.0) -> NoReturn:
-    """End this process, from any thread, with `code` or the code that `before_exit` returns. `timeout_s` bounds both
-    `before_exit` and the flush of printed lines: a full pipe, a stuck disk or a store must not hold up the end."""
+    """End this process, from any thread, with `code`, or with the code that `before_exit` returns. `timeout_s` limits
+    `before_exit` and the flush of printed lines: a full pipe, a stuck disk or a store must not delay the end."""
     def speak() -> int:
         changed = before_exit()
         _flush()
@@ -135,9 +135,9 @@ def _flush() -> None:
 
 def in_background(work: Callable[[], T]) -> "concurrent.futures.Future[T]":
     """Call `work` in a thread of its own, and return its future. Nothing waits for the thread, not even the end of this
-    process. Use it for calls that cannot be interrupted: a resolver, a disk, or a store whose process is stopped."""
+    process. Use this for calls that can't be interrupted: to a resolver, a disk, or a store that may be stopped."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # a caller that gives up cannot cancel the thread
+    done.set_running_or_notify_cancel()  # a caller that gives up can't cancel the thread
 
     def run() -> None:
         try:
@@ -157,9 +157,9 @@ def within(timeout_s: float, work: Callable[[], T]) -> T | None:
 
 
 def set_hard_deadline(timeout_s: float) -> None:
-    """Make the kernel end this process in `timeout_s` seconds with code 142, after a dump of all stacks. It is the last
-    resort for a hang that holds the GIL. Another call moves the deadline; infinity removes it. If the user's code
-    handles SIGALRM, there is no such deadline."""
+    """Make the kernel end this process in `timeout_s` seconds with code 142, after a dump of all stacks. This is the
+    last resort for a hang that holds the GIL. Another call moves the deadline; infinity removes it. If the user's code
+    handles SIGALRM, this does nothing."""
     if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         # By descriptor, because the user's code may have replaced sys.stderr
         faulthandler.register(signal.SIGALRM, 2, chain=True)
@@ -172,8 +172,8 @@ def set_hard_deadline(timeout_s: float) -> None:
 
 
 def be_python(argv: list[str], tell: Callable[[int, str], None] = lambda code, why: None) -> NoReturn:
-    """Act as `python ARGV`, where ARGV is a script or "-m" and a module. `tell` gets the exit code and the error if the
-    script fails, unless the script ends this process itself, as an open job does."""
+    """Act as `python ARGV` does, where ARGV begins with a script, or with "-m" and a module. `tell` gets the exit code
+    and the error if the script fails, unless the script ends this process itself, as an open job does."""
     program = argv[0]
     sys.orig_argv = [sys.executable, *argv]
     sys.argv = argv[1:] if program == "-m" else argv
@@ -219,9 +219,9 @@ def _show(error: BaseException) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End as Python does, but free no objects. Freeing writes to memory that is shared with the fork server, and the
-    copies this causes take 20 times as long as the rest."""
-    # Python would close the files that the script left open. Objects of the server are frozen, so they are not listed
+    """End as Python does, but free no objects. Freeing writes to memory that is shared with the fork server, and so
+    copies it, which takes 20 times as long as the rest."""
+    # Python would close files that the script left open. Objects of the server are frozen, so `gc` does not list them
     for file in [*gc.get_objects(), sys.stdout, sys.stderr]:
         if issubclass(type(file), (io.TextIOBase, io.BufferedWriter, io.BufferedRandom)):
             with contextlib.suppress(Exception):
@@ -235,7 +235,7 @@ def _end(code: int) -> NoReturn:
 
 
 def cpu_quota(root: Path = ROOT) -> float:
-    """Return how many CPUs this process may use (1.5 is possible): the least of its groups' quotas and its affinity."""
+    """Return how many CPUs this process may use (1.5 is possible): the least of its affinity and its groups' quotas."""
     found = [float(len(os.sched_getaffinity(0)))]
     for group in _groups("cpu", root):
         v1 = [read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
@@ -246,19 +246,19 @@ def cpu_quota(root: Path = ROOT) -> float:
 
 
 def memory_available() -> int:
-    """Return how many bytes this process can take without swapping, within the machine and its container or job."""
-    import psutil  # takes 20 ms, so only the callers of this function pay for it
+    """Return how many bytes this process can allocate without swapping, given the machine and its container or job."""
+    import psutil  # imported late: it takes 20 ms
 
     return min([psutil.virtual_memory().available, *(left for _, left in memory(ROOT))])
 
 
 def memory(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit of each control group that has one, and how much of it is left, in bytes. Cached files that were
-    not used lately count as free, as in Kubernetes' "working set": a data set that was read once would fill any limit.
-    """
+    not used lately count as free, as in Kubernetes' "working set". Otherwise a data set that was read once would fill
+    any limit."""
     for group in _groups("memory", root):
         limit = (read(group / "memory.max") or read(group / "memory.limit_in_bytes")).strip()
-        if limit.isdigit() and int(limit) < 2**60:  # without a limit v1 writes 2**63 less a page
+        if limit.isdigit() and int(limit) < 2**60:  # without a limit, v1 writes 2**63 minus a page
             cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
             used = int(read(group / "memory.current") or read(group / "memory.usage_in_bytes") or 0)
             yield int(limit), max(0, int(limit) - used + int(cached[-1] if cached else 0))
@@ -281,8 +281,8 @@ def explain_sigkill(before: int) -> str:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the possible folders of this process's own group and of each parent, the own first. In a container the path
-    may be the host's, and not exist. The mount point, the last parent, is then the container's own group."""
+    """Yield the folders where this process's own group may be, then those of its parents. In a container, the path may
+    be the host's, and not exist. The mount point, which is the last parent, is then the container's own group."""
     for line in read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):  # v2 names no controllers
@@ -291,7 +291,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def read(path: str | Path) -> str:
-    """Return the file's text, or "" if unreadable. Replace invalid UTF-8: the kernel may cut a name in a character."""
+    """Return a file's text, or "" if unreadable. Replace invalid UTF-8: the kernel may cut a name anywhere."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
 """The messages between the members of a job: one JSON object per line, over TCP. Imports no torch.
 
 A member is the agent of a node, or a rank if another launcher started the ranks. The leader runs in the process of the
-member with rank 0. Each member, also that one, keeps a connection to the leader as long as the job lives. They meet as
-in torchelastic's rendezvous: the leader proposes membership `n`, and commits it once its members are ready. `n` grows.
+member with rank 0. Each member, also that one, keeps a connection to the leader until the job ends. Members meet as in
+torchelastic's rendezvous: the leader proposes membership `n`, and commits it once all are ready. `n` only grows.
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
@@ -44,7 +44,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, get_origin
+from typing import Any
 
 from rankup.agent.network import LONGEST, Link, encode
 from rankup.env.rank_env import holders, ranges
@@ -60,15 +60,29 @@ ARGUMENTS, SHARED = "digest of the arguments", "--shared-dir"  # names in `Membe
 
 INT = range(-(2**63), 2**63)
 JOB = re.compile(r"[\w.-]{0,200}")  # it becomes a part of file names
+NAME = re.compile(r"[\w !-~]{0,255}")  # printable, because it may be logged
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
 BASIS: dict[str, Any] = {
     "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
     "same_arguments?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str]}],
 }
 KNOWLEDGE: dict[str, Any] = {"token": str, "n": INT, "formed": INT, "running": bool, "job": JOB}  # see `quorum`
-LEADS = {**KNOWLEDGE, "port": range(65536)}
-# The forms of the messages from a leader, by kind; see `fits`. A form is a type, a range, a set of texts, a pattern, a
-# list with the form of all items, a tuple with a form per item, or a dict of forms by name. "x?" may be absent or null
+END: dict[str, Any] = {
+    "rank": INT, "host": str, "code": INT, "why?": str, "step?": INT, "told?": bool, "suspect?": INT,
+}
+# The forms of messages, see `fits`. A form is a type, a range, a set of texts, a pattern, a list of one form, a tuple
+# with a form per item, or a dict of forms by name. A name with ? may be absent or null. A kind of message without a
+# form may hold anything. MEMBERS: messages of members to the leader, and of ranks to their agent
+MEMBERS: dict[str, dict[str, Any]] = {
+    "hello": {
+        "token": NAME, "first_rank": range(2**63), "num_ranks": INT, "world_size": INT, "host": NAME, "pid": INT,
+        "left_s": float, "restarts": INT, "ip": NAME, "port": range(65536), "serves": range(65536), "settings": dict,
+        "n": INT, "basis?": BASIS, "warm?": bool,
+    },
+    "leads": {**KNOWLEDGE, "port": range(65536)}, "has": {"n": INT, "v": INT}, "ready": {"n": INT, "problem": str},
+    "alive": {"ranks?": [{"rank": INT, "ago_s": float}], "warm?": bool}, "standing": {"n": INT, "step": INT},
+    "ending": {"n": INT, **END}, "end": {"n?": INT, **END}, "stop": {"signal": SIGNALS}, "rank": {"local_rank": INT},
+}
 LEADERS: dict[str, dict[str, Any]] = {
     "leader": {**KNOWLEDGE, "over": str, "at?": (str, range(65536))},
     "waiting": {"text": str}, "spare": {"basis": BASIS}, "basis": {"basis": BASIS},
@@ -82,24 +96,6 @@ LEADERS: dict[str, dict[str, Any]] = {
     "left_out": {"why": str},
     "over": {"code": INT, "text": str},
 }
-
-
-def fits(value: Any, form: Any) -> bool:
-    """Return whether a value that came as JSON has this form, see `LEADERS`."""
-    if isinstance(form, dict):
-        return isinstance(value, dict) and all(
-            fits(value.get(name.removesuffix("?")), each) or (name.endswith("?") and value.get(name[:-1]) is None)
-            for name, each in form.items()
-        )
-    if isinstance(form, list):
-        return isinstance(value, list) and all(fits(each, form[0]) for each in value)
-    if isinstance(form, tuple):
-        return isinstance(value, list) and len(value) == len(form) and all(map(fits, value, form))
-    if isinstance(form, range | frozenset):  # check the type first: `"x" in range(n)` compares with each number
-        return isinstance(value, int if isinstance(form, range) else str) and value in form
-    if isinstance(form, re.Pattern):
-        return isinstance(value, str) and form.fullmatch(value) is not None
-    return isinstance(value, form)
 
 
 @dataclass(frozen=True)
@@ -135,19 +131,12 @@ class Member:
 
     @staticmethod
     def read(message: Mapping[str, Any]) -> "Member":
-        """Return the member that a hello describes. Raises TypeError or ValueError if the message is malformed."""
-        member = Member(**{f.name: message[f.name] for f in fields(Member) if f.name in message})
-        for f in fields(Member):
-            value = getattr(member, f.name)
-            kind: Any = (int, float) if f.type is float else get_origin(f.type) or f.type
-            if not isinstance(value, kind):
-                raise TypeError(f.name)
-            if isinstance(value, str) and not (len(value) < 256 and value.isprintable()):
-                raise ValueError(f.name)
-        if member.first_rank < 0 or not 1 <= member.num_ranks <= member.world_size - member.first_rank:
+        """Return the member that a hello describes. Raises ValueError if its ranks or settings are impossible."""
+        member = Member(**{each.name: message[each.name] for each in fields(Member)})
+        if not 1 <= member.num_ranks <= member.world_size - member.first_rank:
             raise ValueError("ranks beyond the world size")
         if not all(isinstance(text, str) for text in member.settings.values()):
-            raise TypeError("settings")
+            raise ValueError("settings")
         return member
 
 
@@ -265,13 +254,13 @@ class Links:
         try:
             if not _of_this_user(writer.get_extra_info("socket")):
                 return
-            local_rank = int((await link.receive())["local_rank"])
+            local_rank = (await link.receive(MEMBERS))["local_rank"]
             self._links[local_rank] = link
             link.write(self.lost)
             while True:
-                self._on_message(local_rank, await link.receive())
-        except (ConnectionError, LookupError, TypeError, ValueError, OverflowError, asyncio.CancelledError):
-            pass  # the rank or the event loop has ended. Python 3.11 prints a traceback if CancelledError leaves a task
+                self._on_message(local_rank, await link.receive(MEMBERS))
+        except (ConnectionError, LookupError, ValueError, asyncio.CancelledError):
+            pass  # the rank or the event loop has ended. Python 3.11 prints a traceback if this raises CancelledError
         finally:
             link.close()
             if self._links.get(local_rank) is link:
@@ -339,7 +328,7 @@ class AgentLine:
 
 
 def tell_agent(agent: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Tell the agent how this rank ends, over a new connection. `agent`: see `AgentLine`. `end`: see `End.message`."""
+    """Tell the agent how this rank ends, over a new connection. `agent`: see `AgentLine`. `end`: see `End.entry`."""
     with contextlib.suppress(OSError):
         line = AgentLine(agent, lambda message: None)
         line.send("end", **end)

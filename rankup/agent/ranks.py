@@ -17,7 +17,7 @@ from rankup.agent.fork_server import ForkServer
 from rankup.agent.logs import OutputReader, announce_stacks, host_name, last_exception, stacks_environment
 from rankup.agent.network import SECRET_FILE, in_thread
 from rankup.agent.processes import cpu_quota, explain_sigkill, oom_kills, reap_orphans, within
-from rankup.agent.protocol import KILLED, SIGNALS, Links
+from rankup.agent.protocol import KILLED, Links
 from rankup.agent.quorum import NONE
 from rankup.agent.record import Record
 from rankup.agent.script import Script
@@ -219,12 +219,12 @@ class Ranks:
         rank = self.ranks[local_rank]
         if message["is"] == "end" and rank.running:
             # Tell the leader now: the process may take a while to end, and the other ranks wait for it
-            rank.said = End.read(message, self.host)
+            rank.said = End.read(message)
             if rank.said.code != FINISHED:
-                self.send("ending", n=self._commit["n"], **rank.said.message())
+                self.send("ending", n=self._commit["n"], **rank.said.entry())
         elif message["is"] == "ask":
             self.send("ask")
-        elif message["is"] == "stop" and message["signal"] in SIGNALS and not (self._passed_on or rank.told):
+        elif message["is"] == "stop" and not (self._passed_on or rank.told):
             self.on_stop(message["signal"])  # otherwise the rank only reports the SIGTERM that this agent sent
 
     async def _on_rank_end(self, rank: Rank, code: int) -> None:
@@ -240,9 +240,9 @@ class Ranks:
             return
         rank.running, record = False, rank.record.read()
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
-            log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
+            log.warning("rank %d ended with 0 before it had finished: this counts as code 1", rank.number)
             code = FAULT
-        cause, suspect = (rank.said.cause, rank.said.suspect) if rank.said is not None else ("", None)
+        cause, suspect = (rank.said.why, rank.said.suspect) if rank.said is not None else ("", None)
         if code == KILLED and not rank.told:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.reader is not None and code != FINISHED:
@@ -255,7 +255,7 @@ class Ranks:
             within(timing.LAST_MESSAGE_S, lambda: write_end(self.run_dir, attempt, end))
             if end.explains and code != FINISHED and (advice := self.options.advice(rank.reader.tail)):
                 log.warning("%s", advice)
-        self.send("end", n=self._commit["n"], **end.message())
+        self.send("end", n=self._commit["n"], **end.entry())
         if not self.running:
             self.all_ended.set()
 

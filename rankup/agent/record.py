@@ -1,8 +1,8 @@
 """Where a rank is, as a record in shared memory that outlives the rank: phase, step, deadline and place in the program.
 
-A record is a memory file without a name (memfd). The agent creates it, or the rank itself if it has no agent. The rank
-writes it without a system call, and the agent can read it at any time, even after the rank was killed. The agent writes
-only the step at which to stop. This file does not import torch.
+A record is a memory file without a name (memfd). The agent creates it, or a rank that has no agent. The rank writes it
+without a system call, and the agent can read it at any time, even after the rank was killed. The agent writes only the
+step to stop before, and whether all members confirmed it. This file does not import torch.
 """
 
 import ctypes
@@ -23,14 +23,14 @@ class _Phase(ctypes.Structure):
 
 
 class PhaseClock:
-    """A clock that adds up seconds by phase, to show where the time of an attempt went. One thread enters phases; any
-    thread may read the sums.
+    """A clock that adds up seconds by phase, to show where the time of an attempt went. One thread enters phases, and
+    any thread may read the sums.
 
     The time that steps wait for their batches counts as a phase of its own, "data"."""
 
     def __init__(self, phase: str) -> None:
         self._data_s = 0.0
-        # Seconds by phase, the present phase, its beginning: in one tuple, which a reader can never see half written
+        # Seconds by phase, the present phase, and its beginning. A reader can't see a tuple half written
         self._now: tuple[dict[str, float], str, float] = {}, phase, time.monotonic()
 
     def enter(self, phase: str) -> None:
@@ -39,12 +39,12 @@ class PhaseClock:
         self._now = self._until(now_s), phase, now_s
 
     def wait_for_data(self, taken_s: float) -> None:
-        """Note that a step has just waited `taken_s` for its batch. Another phase within that wait keeps its time."""
+        """Note that a step has just waited `taken_s` for its batch. Count only the part of it in the present phase."""
         _, _, since_s = self._now
         self._data_s += min(taken_s, time.monotonic() - since_s)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds so far by phase, including the present phase. They add up to the age of this clock."""
+        """Return the seconds by phase, the present phase included. Together they are the age of this clock."""
         found = self._until(time.monotonic())
         data_s = min(self._data_s, found.get("step", 0.0))
         return {**found, "step": found.get("step", 0.0) - data_s, "data": data_s}
@@ -55,15 +55,15 @@ class PhaseClock:
 
 
 class Record(ctypes.Structure):
-    """What a rank shares with its agent in memory, or a copy of that memory. Each number is aligned, so it is written
-    in one piece. A phase is written as one copy of 80 bytes, which no other thread of the rank can interrupt. Times are
-    in seconds of this machine's `time.monotonic()`.
+    """The memory that a rank shares with its agent, or a copy of it. Each number is aligned, so it is written in one
+    piece. A phase is written as one copy of 80 bytes, which no other thread of the rank can interrupt. Times are in
+    seconds of this machine's `time.monotonic()`.
 
     `step`: the newest step that the rank has begun, at `began_s`. `stop`: the step before which to stop. `confirmed`:
-    the value of `stop` that all nodes confirmed. `heartbeat_s`: the last heartbeat, 0 before the first one. `waiting`:
-    the rank waits for other ranks, so they are to blame for a delay. `finished`: the rank has done all its work.
+    the value of `stop` that all nodes agreed on. `heartbeat_s`: the last heartbeat, 0 before the first one. `waiting`:
+    the rank waits for other ranks, so these are to blame for a delay. `finished`: the rank has done all its work.
 
-    `clock`: adds up the phases of this process. `entered`: the present phase and its timeout."""
+    Not in that memory: `clock` adds up this process's phases. `entered` is the phase and timeout it entered last."""
 
     _fields_ = (
         ("rank", ctypes.c_int64), ("waiting", ctypes.c_bool), ("step", ctypes.c_int64), ("began_s", ctypes.c_double),
@@ -85,7 +85,7 @@ class Record(ctypes.Structure):
     @classmethod
     def at(cls, path: str) -> "Record":
         """Open the record of another process at its `path`. Raises OSError if it can't be reached."""
-        # In another PID namespace the same path may be a file of some other process, which must not be touched
+        # In another PID namespace the path may belong to some other process, whose file must not be touched
         if f"memfd:{NAME}" not in os.readlink(path):
             raise FileNotFoundError(path)
         with open(path, "r+b") as file:
@@ -130,7 +130,7 @@ class Record(ctypes.Structure):
     def heartbeat(self) -> dict[str, Any]:
         """Return where the rank is. `for_s`: seconds in this phase or step. `ago_s`: seconds since its heartbeat."""
         now_s, location = time.monotonic(), self._location.decode(errors="replace")
-        # A script that has not imported rankup, or never does, sends no heartbeats
+        # A script that has not imported rankup yet, or never does, sends no heartbeats
         lived_s = now_s if self.phase in ("start", "script") else max(self.heartbeat_s, self.entered_s)
         return {
             "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting, "location": location,
@@ -150,8 +150,8 @@ class Record(ctypes.Structure):
         self._phase.entered_s = self.began_s = now_s
 
     def may_begin(self, step: int) -> bool | None:
-        """Write that `step` begins, and return whether it may. False: the rank must stop before it. None: the members
-        have not agreed yet, so the rank must ask again in a moment."""
+        """Write that `step` begins, and return whether it may. False: the rank must stop before this step. None: the
+        members have not agreed yet, so the rank must ask again in a moment."""
         if self.step != step:
             self.begin(step)
         stop: int = self.stop  # read only after the step was written, see `ask_to_stop`
@@ -160,7 +160,7 @@ class Record(ctypes.Structure):
         return None if self.confirmed != stop else False
 
     def enter(self, phase: str, timeout_s: float = NO_LIMIT, *, since_s: float | None = None) -> None:
-        """Begin `phase`, which may be the present one again. One thread at a time. `since_s`: the begin, if not now."""
+        """Begin `phase`, which may be the present one again. One thread at a time. `since_s`: its start, if not now."""
         self.clock.enter(phase)
         began_s = time.monotonic() if since_s is None else since_s
         self._write(began_s, timeout_s, phase)
@@ -185,7 +185,7 @@ class Record(ctypes.Structure):
         """Make the rank wait before `step`. Returns the newest step that the rank has begun.
 
         The agent and the rank each write their own number and then read the other's, so at least one of them sees both.
-        If this returns less than `step`, the rank will not begin `step`. `confirmed` says that no rank of the job will.
+        If this returns less than `step`, this rank will not begin `step`. Once `confirmed` is `step`, no rank will.
         """
         self.stop = step
         begun: int = self.step
@@ -194,21 +194,20 @@ class Record(ctypes.Structure):
 
 # How all ranks stop before the same step ------------------------------------------------------------------------------
 
-MARGIN = 2  # all ranks are asked to stop this many steps after the furthest rank; doubled at each refusal
+MARGIN = 2  # how many steps after the furthest rank all ranks are asked to stop; doubled each time this was too few
 
 
 class StopAgreement:
     """The leader's side of the agreement. A rank writes the step that it is about to begin, then reads the step before
-    which to stop (`may_begin`). A member writes the step to stop at, then reads the rank's step (`ask_to_stop`). So no
-    rank waits inside a step. A rank that has not come so far after REACH_S keeps its last finished step and leaves.
+    which to stop (`may_begin`). A member writes the step to stop before, then reads the rank's step (`ask_to_stop`). No
+    rank waits inside a step. A rank that does not come that far within REACH_S keeps its last finished step and leaves.
 
     | prepare(n, stop)        | leader | make your ranks wait before step `stop`, and report how far they are     |
     | standing(n, step)       | member | the furthest step that one of my ranks has begun, after I wrote `stop`   |
     | confirm(n, stop)        | leader | no rank has begun `stop`, and none will: stop before it                  |
 
-    `step`: the step before which to stop. Its first value, 0, only asks how far all ranks are. `confirmed`: no rank
-    will begin `step`.
-    """
+    `step`: the step before which to stop. Its first value, 0, only asks how far all ranks are. `confirmed`: no rank has
+    begun `step`, or will begin it."""
 
     def __init__(self, members: Iterable[object]) -> None:
         self.members = frozenset(members)
@@ -216,9 +215,9 @@ class StopAgreement:
         self._margin, self._answers = MARGIN, dict[object, int]()  # the answer of each member about `step`
 
     def answer(self, member: object, *, step: int) -> bool:
-        """Take a member's `standing`; each question gets one. Returns whether all have answered. The leader then
-        confirms `step` if `confirmed` is set, and otherwise prepares the new `step`."""
-        if member not in self.members:  # a spare, which is asked too
+        """Take a member's `standing`, which answers a `prepare`. Returns whether all members have answered. The leader
+        then confirms `step` if `confirmed` is set, and otherwise prepares the new `step`."""
+        if member not in self.members:  # a spare; `prepare` goes to spares too
             return False
         self._answers[member] = step
         if len(self._answers) < len(self.members):

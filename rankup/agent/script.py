@@ -29,7 +29,7 @@ SAFE = {
 @dataclass(frozen=True)
 class Script:
     """The user's script and its arguments. `program`: "-m" and a module, or an absolute path. `words`: the arguments.
-    `file`: None if only Python can find it. `name`: for messages. `run_name`: the default name of its run."""
+    `file`: None if only Python itself can find it. `name`: for messages. `run_name`: the default name of its run."""
 
     program: Sequence[str]
     words: Sequence[str]
@@ -46,15 +46,15 @@ class Script:
         return Script([str(file.absolute())], words[1:], file, file.name, file.stem)
 
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
-        """Raise UserError if the script does not exist, or if its ranks would not find each other. Without
-        HOROVOD_SIZE, which horovodrun sets, Horovod silently makes each process a world of one."""
+        """Raise UserError if the script does not exist, or if it imports Horovod and its ranks would not find each
+        other: without HOROVOD_SIZE, which horovodrun sets, each process silently trains alone."""
         if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises if it lacks permission
             if os.path.isdir(self.file):
                 way_out = "Name a file in it, or start a package with -m PACKAGE."
                 raise UserError(f"SCRIPT must be a file, got the folder {self.file}. {way_out}")
             raise UserError(f"SCRIPT must be an existing file, got {self.file}.")
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
-        imports = _packages(self._tree.body)  # only the top level: an import under a condition may never run
+        imports = _packages(self._tree.body)  # only top-level statements: an import under a condition may never run
         if world_size > 1 and given != str(world_size) and not by_mpi and "horovod" in imports:
             raise UserError(
                 f"{self.name}: HOROVOD_SIZE must be {world_size} to import horovod, got {given or 'nothing'}: "
@@ -69,7 +69,7 @@ class Script:
         return any("rankup" in _packages(ast.walk(tree)) for tree in trees)
 
     def must_match(self) -> dict[str, str]:
-        """Return what must be equal on all nodes, by name: versions, and digests of the script and its own imports."""
+        """Return what must be equal on all nodes, by name: versions, and digests of the script and of its own files."""
         torch = next((found.version for found in importlib.metadata.distributions(name="torch")), "not installed")
         return {
             "python version": ".".join(map(str, sys.version_info[:2])), "torch version": torch,
@@ -79,16 +79,16 @@ class Script:
         }
 
     def command(self, *, local_rank: int) -> list[str]:
-        """Return Python's arguments that start the script. They contain --local_rank if the script declares it."""
+        """Return the arguments for Python that start the script, with --local_rank if the script declares it."""
         found = DECLARES_LOCAL_RANK.search(_read(self.file).decode(errors="replace"))
         is_given = any(re.match(r"--local[_-]rank(=|$)", word) for word in self.words)
         more = [f"--{found[1]}={local_rank}"] if found and not is_given else []
         return [*self.program, *more, *self.words]
 
     def safe_imports(self) -> list[str]:
-        """Return the names that the fork server may import for the script: modules or their attributes, from packages
-        in SAFE, from the imports that come before any other statement. A package is left out if the script would find a
-        module of the user with its name, in the script's folder or in the current one."""
+        """Return the names that the fork server may import before the script does: modules, or their attributes, of the
+        packages in SAFE that the script imports before any other statement. A package is left out if the script's
+        folder or the current folder has a module of the same name, which the script would import instead."""
         names: list[str] = []
         for statement in self._tree.body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -100,8 +100,8 @@ class Script:
         return list(dict.fromkeys(name for name in names if name.partition(".")[0] in safe))
 
     def own_imports(self) -> tuple[list[str], str]:
-        """Return the modules of `__preload__ = ["package.module"]` in the script, which the fork server may import, and
-        the folder that contains the script or its package. ".module" is a module in the script's package."""
+        """Return the modules in the script's `__preload__ = ["package.module"]`, which the fork server may import, and
+        the folder that contains the script or its package. ".module" names a module in the script's package."""
         names: list[str] = []
         for statement in self._tree.body:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":
@@ -145,15 +145,15 @@ def _digest(*files: Path) -> str:
 
 
 def _parse(file: Path | None) -> ast.Module:
-    """Return the syntax tree, empty after a syntax error: Python reports the error when it runs the script."""
+    """Return the syntax tree. It is empty after a syntax error, which Python reports when it runs the script."""
     with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python shows them when the script runs
+        warnings.simplefilter("ignore")  # Python shows these warnings when it runs the script
         return ast.parse(_read(file))
     return ast.parse("")
 
 
 def _imports_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Yield (level, name) of all that these statements import; the level is the number of leading dots."""
+    """Yield (level, name) for everything that these nodes import. The level is the number of leading dots."""
     for found in nodes:
         if isinstance(found, ast.Import):
             yield from ((0, alias.name) for alias in found.names)
@@ -162,16 +162,16 @@ def _imports_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
 
 
 def _packages(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return the packages that these nodes import absolutely."""
+    """Return the packages that these nodes import, except by relative imports."""
     return {name.split(".")[0] for level, name in _imports_of(nodes) if level == 0}
 
 
 def _file_of(module: str) -> Path | None:
-    """Find the file that `python -m module` runs, without an import: a package's code may be slow, or print."""
+    """Find the file that `python -m module` runs. Import nothing, because a package's code may be slow, or print."""
     folders, name, file = [os.getcwd(), *sys.path], "", ""  # for -m Python puts the current folder first
     for part in (*module.split("."), "__main__"):
         name = f"{name}.{part}".strip(".")
-        # An editable install has its own finder, which takes the full name of a module
+        # An editable install has a finder of its own, which takes the full name of a module
         others = (finder.find_spec(name, None) for finder in sys.meta_path if finder is not PathFinder)
         if (spec := PathFinder.find_spec(part, folders) or next(filter(None, others), None)) is None:
             return None

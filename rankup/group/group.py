@@ -1,7 +1,7 @@
 """The group of ranks: this rank's place in it, and a few collectives over host memory.
 
 Values travel as JSON, or as tensors that `torch.load(weights_only=True)` reads. torch's own object collectives unpickle
-what they receive. Anybody in the network can connect to a rank's ports, and could run code in the rank that way.
+what they receive. Anybody in the network who connects to a rank's ports could then run code in the rank.
 """
 
 import dis
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 class Group:
-    """This rank's place among all ranks, and the collectives. A context manager that leaves the group at its end.
+    """This rank's place among all ranks, and the collectives. As a context manager, it leaves the group at the end.
 
     Every collective waits on the host, never on the device. If another rank is lost, a collective raises torch's error,
     and the end of the block turns that error into a PeerLost that names the rank.
 
     `hosts`: host names by rank. `restarted`: whether any rank's process was restarted. `settings`: values that must be
-    equal on all ranks. `backend`: for torch's process group. `store`: torch's store, None until the ranks have met.
+    equal on all ranks. `backend`: of torch's process group. `store`: torch's store, None until the ranks have met.
     """
 
     settings: Mapping[str, str]
@@ -55,7 +55,7 @@ class Group:
         return self.status.attempt
 
     def stops_before(self, step: int) -> bool:
-        """Announce that this rank is about to begin `step`, and return whether all ranks stop before it instead.
+        """Announce that this rank is about to begin `step`. Returns True if all ranks stop before `step` instead.
 
         This needs no collective, see `rankup.agent.record`. It waits some milliseconds while the ranks agree on a step.
         """
@@ -75,7 +75,7 @@ class Group:
             raise failure from error
 
     def close(self) -> None:
-        """Leave after success, together with all ranks. If another rank does not come, raise what `fail` returns."""
+        """Leave after success, together with all ranks. If another rank was lost, raise what `fail` returns."""
         try:
             self.barrier()
             self.watch.quiet = True
@@ -90,17 +90,17 @@ class Group:
             raise failure from error
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the other ranks that this rank ends with `error`, and return the cause of `error`.
+        """Tell the other ranks that this rank ends with `error`. Returns `error`, or a PeerLost if that caused it.
 
         A rank that fails must exit at once, because torch's own teardown may wait for dead ranks.
         """
-        self.watch.exit_within(PEER_LOST)  # replaces the deadline of the failed phase, which might pass meanwhile
+        self.watch.exit_within(PEER_LOST)  # replaces the deadline of the failed phase, which might pass now
         failure = error
         if self.watch.connected and broke_collective(error):
             self.log.debug(f"{type(error).__name__}: {error}")
             failure = self.watch.loss(self.watch.suspects())
         self.watch.exit_within(exit_code(failure))
-        # Report before leaving: when the others' collectives break, the others look for the cause in this report
+        # Report before leaving: when the collectives of the other ranks break, those ranks look for the cause here
         self.watch.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None))
         self.watch.end()
         return failure
@@ -108,7 +108,7 @@ class Group:
     # Collectives ------------------------------------------------------------------------------------------------
 
     def collective(self, call: Callable[[], T]) -> T:
-        """Return `call()`, which waits for other ranks. Mark this rank as waiting, so that nobody suspects it."""
+        """Return `call()`, which waits for other ranks. Mark this rank as waiting, so that no rank suspects it."""
         self.record.waiting = True
         result = call()
         self.record.waiting = False
@@ -119,7 +119,7 @@ class Group:
         self.max(0)
 
     def max(self, value: int) -> int:
-        """Return the largest `value` of all ranks. Values must fit into an int32."""
+        """Return the largest `value` of all ranks. Values must fit into int32."""
         if self.world_size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.int32)
@@ -127,7 +127,7 @@ class Group:
         return int(tensor.item())
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a host tensor over all ranks, in place, and return it. It has the same shape on all ranks."""
+        """Sum a host tensor over all ranks, in place, and return it. Its shape must be the same on all ranks."""
         if self.world_size > 1:
             self.collective(lambda: dist.all_reduce(tensor))
         return tensor
@@ -150,20 +150,19 @@ class Group:
         self.collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
         longest = max(map(int, sizes))  # all-gather needs parts of equal size
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)  # torch warns of read-only bytes
+        own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)  # torch warns about read-only bytes
         self.collective(lambda: dist.all_gather(parts, own))
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
-        """Return rank `source`'s `value` on all ranks, and ignore the others. It travels as JSON: a tuple arrives as a
-        list. Raises TypeError on `source` for a value that JSON can't hold.
-        """
+        """Return rank `source`'s `value` on all ranks, and ignore the others' values. The value travels as JSON: a
+        tuple arrives as a list. Raises TypeError on `source` for a value that JSON can't hold."""
         data = json.dumps(value).encode() if self.rank == source else b""
         return json.loads(self.broadcast_bytes(data, source=source))
 
     def broadcast_tensors(self, value: Any) -> Any:
         """Return rank 0's `value` on all ranks: tensors and plain values in lists and dicts. Tensors arrive on the CPU.
-        Raises pickle.UnpicklingError for anything else, and so never calls code that another rank names.
+        Raises pickle.UnpicklingError for anything else, so that no other rank can make this rank run code.
         """
         return _unpacked(self.broadcast_bytes(_packed(value) if self.is_rank0 else b""))
 
@@ -181,8 +180,8 @@ class Group:
         return bytes(content)
 
     def must_match(self, what: str, value: str, *, remedy: str) -> None:
-        """Raise UserError on every rank if `value` differs between ranks. The message names the first rank that differs
-        from rank 0, describes the value as `what`, and ends with `remedy`."""
+        """Raise UserError on every rank if `value` differs between ranks. The message calls the value `what`, names the
+        first rank that differs from rank 0, and ends with `remedy`."""
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -216,13 +215,13 @@ def _packed(value: Any) -> bytes:
 
 
 def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # otherwise every rank would fill cuda:0
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # otherwise all ranks would fill cuda:0
 
 
 def broke_collective(error: BaseException) -> bool:
-    """Return whether a collective raised `error` because a peer is gone. The error names neither peer nor cause."""
+    """Return whether a collective raised `error` because a peer is gone. Such an error names neither peer nor cause."""
     if isinstance(error, JoinError | PeerLost):
-        # The code that raised these errors knew the cause, such as a dead DataLoader worker that reset its connection
+        # The code that raised these errors knew the cause, such as a DataLoader worker that was killed
         return False
     if isinstance(error, dist.DistError):
         return True
@@ -231,9 +230,9 @@ def broke_collective(error: BaseException) -> bool:
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
-    # All collectives are C++. A Python `raise` may also say "Connection reset by peer", for instance in DataLoader
+    # All collectives are C++. An error that Python code raises, such as DataLoader's, may contain the same words
     by_python = place is None or dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
     if by_python and not type(error).__module__.startswith("horovod."):
         return False
-    # A failed check in gloo, such as for sizes that differ, is a fault of the program, although it names a connection
+    # If a check in gloo fails, such as one for equal sizes, the program is at fault, although the error looks the same
     return bool(LOST_PEER.search(str(error))) and "enforce fail" not in str(error)

@@ -1,6 +1,6 @@
-"""Joining the group: choose this rank's device and torch backend, and connect all ranks into one group.
+"""Joining the group: choose this rank's device and torch's backend, and connect all ranks into one process group.
 
-Agents meet before they start ranks. Ranks of another launcher meet without an agent, see `rankup.group.member`.
+Agents meet before they start their ranks. Ranks of another launcher have no agent and meet themselves, see `member`.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog, describe
 from rankup.timing import FORM_S, TORCH_S, WATCHDOG_LATER_S
 
-# A digest of the library's files, taken at import and not when ranks meet: a rank may be forked from a process that has
-# imported them days ago, and they may have changed on disk since
+# A digest of the library's files. It is taken at import, not when ranks meet: a rank may be forked from a process that
+# imported the files days ago, and they may have changed on disk since then
 VERSION = hashlib.sha256(b"".join(
     file.read_bytes() for folder in rankup.__path__ for file in sorted(Path(folder).rglob("*.py"))
 )).hexdigest()[:12]
@@ -42,8 +42,8 @@ VERSION = hashlib.sha256(b"".join(
 def start(
     launch: RankEnv, run_dir: Path, *, settings: Mapping[str, str], device: str | None, stop: StopRequest
 ) -> Group:
-    """Return a group that knows only this rank so far. `Program.join` describes the arguments."""
-    if not faulthandler.is_enabled():  # after a crash in C++, the log then shows the Python line that led to it
+    """Return a group that is not connected yet. `Program.join` describes the arguments."""
+    if not faulthandler.is_enabled():  # after a crash in C++, the log will show the Python line that led to it
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr may have no file
             faulthandler.enable()
     record = Record.at(launch.agent["record"]) if launch.agent else Record.new(launch.rank)
@@ -79,7 +79,7 @@ def pick_device(wanted: str | None, local_rank: int) -> torch.device:
 
 
 def pick_backend(device: torch.device) -> str:
-    """Return gloo for host memory plus the device's own backend. Flags and checkpoints travel without the device."""
+    """Return gloo, for host memory, plus the device's own backend. Flags and checkpoints travel without the device."""
     own = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
     return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
@@ -88,7 +88,7 @@ def pick_backend(device: torch.device) -> str:
 
 
 def join(group: Group, *, timeout_s: float) -> None:
-    """Take all steps. `Program.join` describes the arguments and what this raises."""
+    """Connect this rank with all others. `Program.join` describes the arguments and what this raises."""
     if group.world_size == 1:  # a store in memory needs no port
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(group.backend, store=store, rank=0, world_size=1)
@@ -100,9 +100,9 @@ def join(group: Group, *, timeout_s: float) -> None:
 
 
 def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.socket | None]:
-    """First step: find the other ranks, and begin to watch each other. Returns the commit and, on the rank that serves
-    torch's store, its listener. Raises JoinError, which names the missing ranks or the obstacle, and UserError if ranks
-    differ or the port cannot be used."""
+    """First step: find the other ranks, and begin to watch them. Returns the leader's commit, see `protocol`, and the
+    listener of torch's store on the rank that serves the store. Raises JoinError, which names the missing ranks or the
+    obstacle, and UserError if settings differ or the port can't be used."""
     group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
     line: Any
     listener: socket.socket | None = None
@@ -111,7 +111,7 @@ def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.s
         line = AgentLine(agent, group.watch.on_message)
         group.stop.add_reader(line.fileno, line.receive)
     else:
-        from rankup.group.member import MemberLine  # imported late: ranks of an agent do not need it
+        from rankup.group.member import MemberLine  # imported late: ranks with an agent do not need it
 
         line = MemberLine(group, timeout_s=timeout_s)
         commit = line.join()
@@ -132,17 +132,17 @@ def form(group: Group, commit: Mapping[str, Any], listener: socket.socket | None
             group.store = open_store(commit, listener, timeout_s=timeout_s)
             if listener is None:  # the rank that serves the store looks up no names until all clients are connected
                 lookups.close()
-            # The rest takes seconds, unless a rank has just died: gloo waits for that rank
+            # The rest takes seconds, unless a rank has just died, which gloo waits for
             form_s = min(timeout_s, FORM_S + group.world_size / 10)
             group.watch.enter("join", form_s + WATCHDOG_LATER_S)
-            # Otherwise torch would end this process after an nccl error, while it still writes the last finished step
+            # Otherwise torch would end this process after an nccl error, before it has saved the last finished step
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-            group.store.set_timeout(timeout)  # also limits how long nccl waits for its id at the first step
+            group.store.set_timeout(timeout)  # also how long nccl waits for its id in the first step
             dist.init_process_group(
                 group.backend, store=group.store, rank=group.rank, world_size=group.world_size, timeout=timeout
             )
             # The barrier uses every gloo connection that a step uses. gloo accepts any process that sends the number of
-            # the expected peer. A peer whose place is taken that way must fail here, not in a step
+            # the peer it expects. If a stranger has taken a peer's place that way, fail here and not in a step
             dist.barrier() if group.backend == "gloo" else group.barrier()
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")
@@ -156,7 +156,7 @@ def form(group: Group, commit: Mapping[str, Any], listener: socket.socket | None
 
 
 def open_store(commit: Mapping[str, Any], listener: socket.socket | None, *, timeout_s: float) -> TCPStore:
-    """Open torch's store at the commit's address. Raises RuntimeError if something else than a store answers there."""
+    """Open torch's store at the commit's address. Raises RuntimeError if something other than a store answers there."""
     return TCPStore(
         commit["ip"], commit["port"], timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
         is_master=listener is not None, master_listen_fd=listener.detach() if listener is not None else None,
@@ -173,8 +173,8 @@ def check_settings(group: Group) -> None:
 
 
 def check_devices(group: Group) -> None:
-    """Raise UserError if two ranks use one GPU. Otherwise nccl would report "Duplicate GPU detected" much later, and
-    gloo would only be slow."""
+    """Raise UserError if two ranks use the same GPU. Otherwise nccl would report "Duplicate GPU detected" much later,
+    and with gloo the ranks would only be slow."""
     if group.device.type != "cuda":
         return
     owners: dict[str, int] = {}

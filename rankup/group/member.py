@@ -1,8 +1,7 @@
-"""How a rank without an agent takes part in the meeting: it is a member itself, and rank 0 is the leader.
+"""How a rank without an agent takes part in the meeting: it is a member itself, and rank 0 leads.
 
-Another launcher started this rank. Members meet at the master's port, or at the address that the launcher's store or a
-file holds.
-"""
+Another launcher started such a rank. Members meet at MASTER_PORT, or at the address that they find in the launcher's
+store or in the file of a file:// init method."""
 
 import asyncio
 import contextlib
@@ -23,6 +22,7 @@ import psutil
 # torch exports it under a condition that mypy does not follow
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from rankup.agent.ends import End
 from rankup.agent.leader import Leader
 from rankup.agent.leader_connection import LeaderConnection
 from rankup.agent.logs import host_name
@@ -39,8 +39,8 @@ LEADER = "rankup/leader"  # in the launcher's store: the port where the leader l
 
 
 class MemberLine:
-    """The connection of a rank without an agent to the other ranks. One thread serves it. `listener`: the socket for
-    torch's store, on the rank that serves the store, once the rank has joined."""
+    """The connection of a rank without an agent to the other ranks. It has a thread of its own. `listener`: the socket
+    of torch's store, on rank 0 after it has joined; otherwise None."""
 
     def __init__(self, group: Group, *, timeout_s: float) -> None:
         self.group, self.log = group, group.log
@@ -63,25 +63,25 @@ class MemberLine:
         self._file = Path(launch.file) if launch.file else None
         self._board: TCPStore | None = None  # the launcher's store
         if launch.agent_store:
-            # The launcher's store outlives its ranks, and always holds the newest leader, however the launcher's agents
-            # count restarts. Look up its name first: name lookups are off while TCPStore connects
+            # The launcher's store outlives the ranks, and always holds the newest leader's port, however the launcher
+            # counts restarts. Look up the store's name first: lookups are off while TCPStore connects
             place = launch.master_addr, launch.master_port
             with contextlib.suppress(OSError), socket.create_connection(place, timeout=CONNECT_S) as found:
                 place = str(found.getpeername()[0]), launch.master_port
             with no_name_lookups():
                 self._board = TCPStore(*place, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-        self._port = 0 if self._file or self._board else launch.master_port  # 0: the system picks a port
+        self._port = 0 if self._file or self._board else launch.master_port  # 0: the kernel picks a port
         # If all ranks are on this machine, listen only on the loopback interface
         alone = launch.master_addr == "127.0.0.1" and launch.local_world_size == launch.world_size
         self._ip = "127.0.0.1" if alone and not self._file else ""
 
     def join(self) -> Mapping[str, Any]:
-        """Meet the other ranks. Returns the commit: `n`, `hosts` as pairs [host, number of ranks] in the order of
-        ranks, and what `_prepare` returns. Raises what `meet` raises."""
+        """Meet the other ranks. Returns the leader's commit: `n`, `hosts` as pairs [host, number of ranks] in the order
+        of ranks, and what `_prepare` returns. Raises what `joining.meet` raises."""
         if self._leader is not None:
             where = self.launch.file or f"{self.launch.master_addr}:{self.launch.master_port}"
             self.log.info(f"waiting for {self.launch.world_size} ranks at {where}")
-            # Rank 0 holds several connections per rank. The soft limit of open files is often 1,024; raise it
+            # Rank 0 has several connections per rank. Raise the soft limit of open files, which is often 1,024
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         threading.Thread(target=self._run, name="line", daemon=True).start()
@@ -89,11 +89,11 @@ class MemberLine:
         if isinstance(found, Exception):
             raise found
         if self._file and self._leader is not None:
-            self._file.unlink(missing_ok=True)  # all ranks have met and no longer need the file
+            self._file.unlink(missing_ok=True)  # all ranks have met, and no longer need the file
         return found
 
     def send(self, kind: str, **values: Any) -> bool:
-        """Send a message to the leader, from any thread. Returns False if nobody received it."""
+        """Send a message to the leader, from any thread. Returns False if no leader is connected."""
         said: queue.Queue[bool] = queue.Queue()
         with contextlib.suppress(RuntimeError, queue.Empty):  # the event loop has ended
             send = self._leader.take if self._leader is not None else self._connection.send
@@ -120,13 +120,13 @@ class MemberLine:
             await in_thread(self._publish)
             watch = asyncio.create_task(self._leader.watch())
             await self._connection.follow(self._on_message)
-            await watch  # never returns: the leader goes on informing the other members
+            await watch  # never returns: the leader must keep informing the other members
         finally:
             server.close()  # ending the event loop would not close it
 
     def _on_message(self, event: Mapping[str, Any]) -> bool:
-        """Handle a message of the leader. Returns True if this member's part is over: the process belongs to one
-        membership only, and must not disturb the next one."""
+        """Handle a message of the leader. Returns True once this membership is lost: the process belongs to only one
+        membership, and must not disturb the next one."""
         if event["is"] == "propose":
             os.environ.update(interface_variables(os.environ, event["ip"]))
             self._connection.ready(event["n"])
@@ -143,31 +143,31 @@ class MemberLine:
         return self._member and event["is"] in ("lost", "gone")
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
-        """Prepare a commit, on the leader: open a port for torch's store, which the system picks."""
+        """Prepare a commit, on the leader: open a port for torch's store. The kernel picks the port."""
         assert self._leader is not None
-        # Listen at the address that the others will get: the user may have chosen another interface than the meeting's
+        # Listen at the address that the others will get: the user may have chosen another interface for the training
         self.listener = open_port(self._ip and (self._leader.me.ip or self._ip), 0)
-        # If the launcher restarted any rank, this is a restart of the job, even if rank 0's own count says otherwise
+        # If the launcher has restarted any rank, this is a restart of the job, even if rank 0's own count is 0
         restarts = max(member.restarts for member in self._leader.chosen)
         return {"port": self.listener.getsockname()[1], "job": self.group.attempt, "restarts": restarts}
 
     def _on_member_message(self, member: Member, message: Mapping[str, Any]) -> None:
-        """Handle a member's message, on the leader. The launcher restarts ranks, so one bad end ends all ranks, this
-        leader included. Ranks that arrive while this process ends wait for the next leader, whatever their settings."""
+        """Handle a member's message, on the leader. If one rank fails, all ranks end, the leader too, and the launcher
+        restarts them. New ranks that come too early wait for the next leader, even if their settings differ."""
         assert self._leader is not None
         over = message["is"] == "lost"
         if message["is"] == "stop":
-            self._leader.stop(str(message["signal"]))
+            self._leader.stop(message["signal"])
         elif message["is"] == "end" and message["code"] != FINISHED:
             over = self._leader.running
-            self._leader.lose_by(member, message)
+            self._leader.lose_by(member, End.read(message))
         if over:
             self._leader.over = "the job at this address is about to end"
 
     # Where the leader is ------------------------------------------------------------------------------------------
 
     async def _leader_at(self) -> tuple[str, int]:
-        """Return the leader's host and port. Raises OSError if nobody published them, and UserError as `_publish`."""
+        """Return the leader's host and port. Raises OSError if they are not published yet, or UserError."""
         if self._leader is not None:
             return "127.0.0.1", self._port
         if self._file or self._board is not None:
@@ -199,8 +199,8 @@ class MemberLine:
 
 
 def read_place(file: Path) -> tuple[str, int] | None:
-    """Read the IP address and port that rank 0 left in `file`. Returns None if there is no file, or an empty one as
-    mktemp makes it. Raises UserError if the file holds something else, and OSError if it can't be read."""
+    """Read the IP address and port that rank 0 left in `file`. Returns None if there is no file, or an empty one, such
+    as mktemp makes. Raises UserError if the file holds something else, and OSError if it can't be read."""
     try:
         text = file.read_text(errors="replace")
         if not text:

@@ -2,8 +2,8 @@
 
 SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the loop checks; they never interrupt a step. SIGUSR2 asks for the
 stacks of all threads. Once the rank has a group, the same thread reads the rank's line to the other ranks, and watches
-the clock (`rankup.group.watchdog`). This module does not import torch: a container that is stopped while it imports
-torch must end at once, and the kernel ignores SIGTERM for a container's first process unless the process handles it.
+the clock (`rankup.group.watchdog`). This module does not import torch, so that it can handle signals during that
+import: the kernel ignores SIGTERM for a container's first process unless the process handles it.
 """
 
 import contextlib
@@ -41,17 +41,17 @@ class StopRequest:
     """Records whether this process was asked to stop, and by which signal.
 
     A thread reads the signals from a wake-up socket. Python's own handlers run only in the main thread, and do not run
-    while the main thread waits in a collective, but a second signal must end the process even then.
+    while the main thread waits in a collective. But a second signal must end the process even then.
 
     `signal_name`: the first signal that came, or ""; a later SIGTERM or SIGINT replaces SIGUSR1. `watch`: the group's
-    Watchdog, once there is a group; the thread calls its `tick`. Call `wake` after you change `watch`.
+    Watchdog, once there is a group. The thread calls its `tick`. Call `wake` after you change `watch`.
     """
 
     def __init__(self) -> None:
         self.signal_name = ""
         self.watch: Any = None  # a Watchdog; its module imports this one
-        # Before the first step, a signal ends the process at once: importing torch, joining and downloading may take
-        # longer than the grace period. After the first step there is state to save, and a signal only sets the flag
+        # False before the first step: a signal then ends the process at once, because importing torch, joining and
+        # downloading may take longer than the grace period. Later there is state to save, so a signal sets the flag
         self.finish_step_first = False
         self._requested_at_s = 0.0  # when this process itself got its first signal
         self._held = threading.local()
@@ -80,7 +80,7 @@ class StopRequest:
         threading.Thread(target=self._serve, name="watch", daemon=True).start()
 
     def _pass_on(self, number: int, _: object) -> None:
-        """Write the signal to our socket, if other code such as asyncio has put its own wake-up socket in place."""
+        """Write the signal to our socket, if other code, such as asyncio, has replaced it as the wake-up socket."""
         ours = self._writer.fileno()
         other = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
         if other != ours:
@@ -89,8 +89,8 @@ class StopRequest:
                 with contextlib.suppress(OSError, ValueError):  # the other socket may be closed by now
                     signal.set_wakeup_fd(other)
 
-    # A process that the user's code forks must not share the socket, and SIGTERM must end it. Signals stay blocked in
-    # the fork until it has left the socket, because its signals would otherwise count as signals to this process
+    # A process that the user's code forks must not write to this process's socket, and SIGTERM must end it. Signals
+    # stay blocked in the fork until it has left the socket. Otherwise they would count as signals to this process
 
     def _hold(self) -> None:
         self._held.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -108,7 +108,7 @@ class StopRequest:
     # Any thread -----------------------------------------------------------------------------------------------
 
     def add_reader(self, fileno: int, receive: Callable[[], bool]) -> None:
-        """From now on call `receive` in the thread whenever `fileno` is readable, until `receive` returns False."""
+        """From now on, call `receive` in the thread whenever `fileno` is readable, until `receive` returns False."""
         self._readers[fileno] = receive
         self.wake()
 
@@ -119,7 +119,7 @@ class StopRequest:
                 self._writer.send(WAKE)
 
     def ask(self, name: str) -> None:
-        """Request a stop as the signal `name` does, even if only another rank got it. SIGUSR1 is only a notice."""
+        """Request a stop as the signal `name` does, even if only another rank got it. SIGUSR1 replaces no other."""
         if not self.requested or self.signal_name == "SIGUSR1" != name:
             self.signal_name, self._requested_at_s = name, 0.0
 
@@ -138,7 +138,7 @@ class StopRequest:
     def _read(self) -> bool:
         for number in self._reader.recv(4096):
             if number == signal.SIGUSR2:
-                # Another thread writes the stacks: a disk that hangs must not keep this thread from the next signal
+                # Another thread writes the stacks, because a disk that hangs must not stop this thread
                 record = self.watch.record if self.watch is not None else None
                 threading.Thread(target=dump, args=("asked", record), name="stacks", daemon=True).start()
             elif number in STOP_SIGNALS:  # SIGCHLD and other signals use the same socket
@@ -159,27 +159,27 @@ class StopRequest:
             self._leave(f"{name} again, {waited_s:.0f} s after {self.signal_name}: leaving without saving")
 
     def _leave(self, why: str) -> None:
-        # Before logging is set up, Python prints warnings to stderr
+        # `warning`, because Python prints warnings to stderr even before logging is set up
         report_stop = self.watch.report_stop if self.watch is not None else logging.getLogger("rankup").warning
         leave(STOPPED, lambda: report_stop(why), timeout_s=PARTING_S)
 
 
 # The stacks of this process ------------------------------------------------------------------------------------------
 #
-# A rank appends its stacks to `stacks/rank-N.txt` of the run on request and when a deadline passes. A line `# {...}`
-# before each dump gives the reason, the phase and the step. `rankup.observe.stacks` requests them by two signals. On
-# SIGUSR2 a Python thread writes them, which is always safe. SIGRTMAX follows if that thread can't run because a call
-# holds the GIL: faulthandler's C handler then writes, and may read data that other threads are changing.
+# A rank appends its stacks to the run's `stacks/rank-N.txt` on request, and when a deadline passes. A line `# {...}`
+# before each dump gives the reason, the phase and the step. `rankup.observe.stacks` requests stacks by two signals. On
+# SIGUSR2 a Python thread writes them, which is always safe. If that thread can't run because a call holds the GIL,
+# SIGRTMAX follows: faulthandler's C handler then writes them, and may read data that other threads are changing.
 
 _file: TextIO | None = None
 _lock = threading.Lock()
 
 
 def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
-    """From now on, write this rank's stacks on request. Call this once per process, in the main thread. If the disk
-    can't be written, the rank has no stacks, but trains on."""
+    """From now on, write this rank's stacks on request. Call this once per process, in the main thread. If the file
+    can't be written, the rank trains without stacks."""
     global _file
-    # Signals go to the thread of `StopRequest`, because the main thread takes none while it waits for a dead disk
+    # Requests go to the thread of `StopRequest`: the main thread takes no signals while it waits for a dead disk
     thread = next((each.native_id for each in threading.enumerate() if each.name == "watch"), None)
     with contextlib.suppress(OSError):
         path = announce_stacks(
@@ -200,13 +200,13 @@ def dump(why: str, record: Record | None) -> Path | None:
         phase, step = (now.phase, now.step) if now is not None else ("", 0)
         said = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "why": why, "phase": phase, "step": step}
         _file.write(f"# {json.dumps(said)}\n{_stacks()}")
-        _file.flush()  # faulthandler's C handler bypasses this object, and writes to its file descriptor
+        _file.flush()  # faulthandler's C handler writes to the file descriptor, past this object's buffer
     return Path(_file.name)
 
 
 def _stacks() -> str:
-    """Return the stacks of all threads. faulthandler holds the GIL while it writes, and a disk that hangs would stop
-    the training. Therefore it writes to memory."""
+    """Return the stacks of all threads. faulthandler writes to memory, because it holds the GIL while it writes: a disk
+    that hangs would stop the training."""
     with os.fdopen(os.memfd_create("stacks"), "w+b") as memory:
         faulthandler.dump_traceback(memory, all_threads=True)
         memory.seek(0)
@@ -218,7 +218,7 @@ def _stacks() -> str:
 
 THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*most recent call first.*\n((?:  .*\n)*)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
-# What a thread does in a library, by the end of the file's path; "" means the name of the function
+# What to call the work of a thread in a library, by the end of the file's path; "" stands for the function's name
 KNOWN = {
     "torch/distributed/distributed_c10d.py": "",  # all_reduce, barrier, init_process_group
     "parallel/shared_gradients.py": "all_reduce",
@@ -228,21 +228,21 @@ KNOWN = {
     "torch/optim/optimizer.py": "optimizer.step",
     "torch/cuda/__init__.py": "",  # synchronize
 }
-# Skip these files when naming a place: readers want to know the code that called them
+# Skip these files when naming a location: readers want to know which code called them
 HELPERS = ("/rankup/group/", "/rankup/loop/", "/parallel/shared_gradients.py")
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
 
 
 def location_in(text: str, main: str) -> str | None:
-    """Return where a thread is, given faulthandler's output `text`: "" for an empty stack, None if the thread is not in
-    the output. `main`: the thread's id in hexadecimal; "" means the last thread of the output, the main thread."""
+    """Return where the main thread is, according to faulthandler's output `text`: "" if its stack is empty, None if the
+    output lacks it. `main`: the thread's id in hexadecimal, or "" for the last thread in the output."""
     threads = [lines for ident, lines in THREAD.findall(text) if main in ("", f"{int(ident, 16):#x}")]
     return _location_in(FRAME.findall(threads[-1])) if threads else None
 
 
 def _location_in(stack: list[tuple[str, str, str]]) -> str:
-    """Describe a place: "all_reduce (loop.py:213 step)", "train.py:40 main", or "" for an empty stack. `stack`: file,
-    line and function of each frame, innermost first."""
+    """Describe a location: "all_reduce (loop.py:213 step)", "train.py:40 main", or "" if the stack is empty. `stack`:
+    file, line and function of each frame, innermost first."""
     if not stack:
         return ""
     own = [frame for frame in stack if "/site-packages/rankup/" in frame[0] or not any(
@@ -254,7 +254,7 @@ def _location_in(stack: list[tuple[str, str, str]]) -> str:
     known = [(end, function) for file, _, function in stack for end in KNOWN if file.endswith(end)]
     if not known:
         return where
-    # Take the innermost known file. Its functions call each other; the outermost one is what the program called
+    # Take the innermost known file. Its functions call each other, and the program called the outermost of them
     name = [function for end, function in known if end == known[0][0]][-1]
     return f"{KNOWN[known[0][0]] or name} ({where})"
 
@@ -263,8 +263,8 @@ def own_location() -> str:
     """Return where the main thread of this process is now.
 
     This does not use faulthandler, which walks all threads without a lock: in Python 3.11 it may meet a thread that C++
-    is just adding. Garbage collection is off meanwhile: in Python 3.11 a collection may let the main thread run while
-    its frame is looked up, and the lookup then reads memory that no longer is a frame.
+    code is just adding. Garbage collection is off meanwhile: in Python 3.11 a collection may let the main thread run
+    while its frame is looked up, and the lookup would then read memory that is no longer a frame.
     """
     stack, collects = list[tuple[str, str, str]](), gc.isenabled()
     gc.disable()
@@ -280,11 +280,11 @@ def own_location() -> str:
 
 
 def in_phase(phase: str, step: int) -> str:
-    """Return the words to put after a place: " of step 413" during that step, " in save" in another phase."""
+    """Return the words that follow a location: " of step 413" in that step, " in save" in another phase."""
     return f" of step {step + 1}" if phase == "step" else f" in {phase}" if phase else ""
 
 
 def compare(places: Mapping[int, str]) -> list[str]:
-    """Return one line per place with the ranks that are there: "ranks 0-2: all_reduce (loop.py:213 step)"."""
+    """Return one line per location with the ranks that are there: "ranks 0-2: all_reduce (loop.py:213 step)"."""
     there = holders(sorted(places.items()))
     return [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}: {where}" for where, ranks in there.items()]

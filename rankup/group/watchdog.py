@@ -1,9 +1,9 @@
-"""Deadlines, lost peers, and the end of this rank: a hang always becomes an exit that names the suspect.
+"""Deadlines, lost peers, and the end of this rank: every hang becomes an exit that names the suspect.
 
 Each rank has a line to the other ranks, apart from the training traffic: a local socket to its agent or, without an
-agent, its own part in the meeting (`rankup.group.member`). The thread of `rankup.group.stop` watches the clock and
+agent, its own connection to the leader (`rankup.group.member`). The thread of `rankup.group.stop` watches the clock and
 reads the line; it does nothing that could block. Another thread ends the rank. A process that is itself stopped
-(SIGSTOP, a frozen node) runs neither thread: the others notice its silence. This module does not import torch.
+(SIGSTOP, a frozen node) runs neither thread, so the others notice its silence. This module does not import torch.
 """
 
 import logging
@@ -26,7 +26,7 @@ from rankup.group.stop import StopRequest, compare, dump, in_phase, own_location
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A rank that may have caused a loss, and why. `code`: its exit code, if known. `alive`: the rank still runs, and
+    """A rank that may have caused a loss, and why. `code`: its exit code, if known. `alive`: the rank still runs, but
     keeps the others waiting."""
 
     rank: int
@@ -36,10 +36,10 @@ class Suspect:
 
 
 class Watchdog:
-    """Watches the deadline of this rank's phase and the reports of the other ranks, and ends this rank.
+    """Watches the deadline of this rank's phase and the reports about other ranks, and ends this rank if necessary.
 
-    `record` holds what this rank does: phase, step, deadline, and whether it waits for others. `hosts`: host names by
-    rank. `nodes`: if nodes may come and go, the nodes as of the last heartbeats.
+    `record`: what this rank is doing: phase, step, deadline, and whether it waits for others. `hosts`: host names by
+    rank. `nodes`: in an elastic job, a row per node as of the last answer to `heartbeats`.
     """
 
     def __init__(self, status: StatusFile, stop: StopRequest, *, record: Record, log: logging.Logger) -> None:
@@ -48,19 +48,19 @@ class Watchdog:
         self.rank, self.world_size, self.clock = status.rank, status.world_size, record.clock
         self.hosts: Sequence[str] = [host_name()] * self.world_size
         self.nodes: list[dict[str, Any]] = []
-        # Called before this rank ends because of a deadline or a lost peer; returns the exit code
+        # Called before this rank ends because of a deadline or a lost peer. It returns the exit code
         self.leaving: Callable[[PeerLost], int] = lambda loss: loss.code
         self.quiet = False  # all ranks have finished: a rank that leaves now is no loss
         self._line: Any = None  # an AgentLine or a MemberLine, once the ranks have met
         self._lost: Mapping[str, Any] = {}  # the first message about a loss
-        self._heard, self._answered = threading.Event(), threading.Event()  # a loss was reported; `_ask` has its answer
+        self._heard, self._answered = threading.Event(), threading.Event()  # set by a loss; set by the answer to `_ask`
         self._heartbeats: list[dict[str, Any]] = []
-        self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
+        self._leaving: int | None = None  # the exit code, once the main thread has failed and is about to exit
         self._saving: Any = None  # a `Saving` of `rankup.loop.saving`
         self._saving_timeout_s = 0.0
         self._saving_lock = threading.Lock()  # held while `Saving` writes the state
         self._ending = False  # another thread is ending this process, and the main thread must not report its own end
-        self._settled = False  # the loop begins no further step, and leaves by itself when the job stops
+        self._settled = False  # the loop begins no further step, and leaves for a stop by itself
         self._leave_at_s = 0.0  # when to leave for a stop if this rank has not reached the step at which all stop
         self._located_s = self._lost_s = 0.0  # when the thread last sent a heartbeat, and when it saw a loss
         self._leaver: threading.Thread | None = None  # decides whether this rank has to end, and ends it
@@ -75,7 +75,7 @@ class Watchdog:
 
     def heartbeats(self) -> list[dict[str, Any]]:
         """Return each rank's last heartbeat, ordered by rank: what `Record.heartbeat` returns, `host`, and `seen`, a
-        time of `time.time()`. Without an answer, returns older ones. Not for the thread that calls `on_message`."""
+        time of `time.time()`. If no answer comes, they are older. Don't call this in the thread of `on_message`."""
         self.record.beat(self._location())
         own = {**self.record.read().heartbeat(), "host": host_name(), "seen": time.time()}
         self._ask(timing.WHERE_S)
@@ -88,13 +88,13 @@ class Watchdog:
         return self._send("ask") and self._answered.wait(timeout_s)
 
     def report(self, code: int, why: str, suspect: int | None = None) -> None:
-        """Report how this rank ends, to the other ranks and in the files of the run. `suspect`: the rank that was lost,
-        if known."""
+        """Report how this rank ends, to the other ranks and in the files of the run. `suspect`: the rank that this rank
+        lost, if known."""
         own = End(self.rank, host_name(), code, why, self.record.step, suspect=suspect)
-        self._send("end", **own.message())
+        self._send("end", **own.entry())
         write_end(self.status.run_dir, self.status.attempt, own)
         ends: dict[int, End] = {}
-        if code in (FINISHED, STOPPED):  # all ranks end the same way
+        if code in (FINISHED, STOPPED):  # all ranks end this way
             ends = {rank: replace(own, rank=rank, host=host) for rank, host in enumerate(self.hosts)}
         elif (reported := self._lost.get("code")) not in (None, KILLED):  # the lost ranks reported their own end
             for rank in self._lost["ranks"]:
@@ -102,7 +102,7 @@ class Watchdog:
         self.status.write_summary({**ends, self.rank: own}.values())
 
     def report_stop(self, why: str) -> None:
-        """Log and report that this rank leaves because the job stops."""
+        """Log and report that this rank leaves because the job was asked to stop."""
         self.log.info(why)
         self.report(STOPPED, why)
 
@@ -132,16 +132,16 @@ class Watchdog:
     # The main thread --------------------------------------------------------------------------------------------
 
     def connect(self, line: Any, hosts: Sequence[str]) -> None:
-        """From now on look for losses and report to the other ranks, because all ranks have met."""
+        """From now on, look for losses and report to the other ranks: all ranks have met."""
         self.hosts, self._line = hosts, line
         self.stop.wake()
 
     def enter(
         self, phase: str, timeout_s: float, *, step: int | None = None, since_s: float | None = None
     ) -> None:
-        """Begin a phase, or repeat it, with a deadline `timeout_s` seconds after `since_s`, a time of
-        `time.monotonic()`, by default now. 0 means no deadline."""
-        if self.record.entered != (phase, timeout_s or NO_LIMIT):  # otherwise `tick` moves the hard deadline
+        """Begin a phase, or begin it again, with a deadline `timeout_s` seconds after `since_s`, a time of
+        `time.monotonic()`, by default now. `timeout_s`: 0 means no deadline."""
+        if self.record.entered != (phase, timeout_s or NO_LIMIT):  # for a phase that repeats, `tick` does this
             set_hard_deadline((timeout_s or NO_LIMIT) + timing.LOCKED_GRACE_S)
         self.record.waiting = False
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
@@ -149,31 +149,31 @@ class Watchdog:
             self.record.begin(step)
 
     def protect(self, saving: Any, *, timeout_s: float) -> None:
-        """From now on call `saving.rescue()` before this process ends because of a lost peer or a deadline, and
-        `saving.save_for_stop()` if it has to leave for a stop. Each gets `timeout_s` seconds, once, in a thread beside
-        the main thread, which may be blocked in a collective or in the middle of a step."""
+        """From now on, call `saving.rescue()` once before this process ends because of a lost peer or a deadline, and
+        `saving.save_for_stop()` once if it has to leave for a stop. Each call gets `timeout_s` seconds and a thread of
+        its own, because the main thread may be blocked in a collective or in the middle of a step."""
         self._saving, self._saving_timeout_s = saving, timeout_s
 
     def settle(self) -> None:
-        """Begin no further step: this rank saves and leaves with the others, however long that takes."""
+        """Say that this rank begins no further step: it saves and leaves with the others, however long that takes."""
         with self._saving_lock:
             self._wait_if_ending()
             self._settled = True
 
     def exit_within(self, code: int) -> None:
-        """End this process with `code` after LEAVING_S at the latest, even if its teardown takes longer."""
+        """End this process with `code` after LEAVING_S at the latest, even if the main thread takes longer to exit."""
         with self._saving_lock:
             self._wait_if_ending()
             self._leaving = code
-        self.record.extend(timing.LEAVING_S)  # keeps the phase: the others still see what this rank was doing
+        self.record.extend(timing.LEAVING_S)  # the phase stays, so that the others still see what this rank was doing
 
     def _wait_if_ending(self) -> None:
-        """Never return if another thread is ending this process because of a stop or a loss."""
+        """Wait forever if another thread is ending this process because of a stop or a loss."""
         if self._ending:
             threading.Event().wait()
 
     def end(self) -> None:
-        """Turn off all deadlines, and keep nothing from now on."""
+        """Turn off all deadlines, and rescue no state from now on."""
         self.quiet = True
         self.stop.watch = self._saving = None
         set_hard_deadline(NO_LIMIT)
@@ -181,7 +181,7 @@ class Watchdog:
     # The thread that watches --------------------------------------------------------------------------------------
 
     def tick(self) -> float:
-        """Send a heartbeat, and check whether this rank has to end. Returns the seconds until the next check."""
+        """Write a heartbeat, and check whether this rank has to end. Returns the seconds until the next check."""
         now_s, now = time.monotonic(), self.record.read()
         set_hard_deadline(now.until_s - now_s + timing.LOCKED_GRACE_S)
         if self.stop.watch is None:  # `end` was called after the record was read
@@ -209,37 +209,37 @@ class Watchdog:
         return timing.GONE_S if self._lost_s else timing.TICK_S
 
     def _patience_s(self) -> float:
-        """Return how many seconds this rank's loop gets to notice a loss by itself."""
+        """Return how many seconds this rank's main thread gets to notice a loss by itself."""
         if self.quiet:
             return math.inf
         now = self.record.read()
         waiting = now.waiting or now.phase == "join"
-        # The lost rank was killed or is unreachable, or is alive but late: a collective with it may never end
+        # If the lost rank was killed, is unreachable, or is alive but late, a collective with it may never end
         gone = self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
         if gone or self._lost.get("alive"):
             return 0.0
         return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
 
     def _leave_for_stop(self) -> None:
-        """Keep the last finished step, and leave, because this rank waits for data or evaluates and does not reach the
-        step at which all ranks stop."""
+        """Save the last finished step, and leave. This rank does not reach the step at which all ranks stop in time,
+        perhaps because it waits for data or evaluates."""
         with self._saving_lock:
             saving = self._saving
             if saving is None or self._leaving is not None or self._settled:
                 return
             self.record.extend(self._saving_timeout_s + timing.LEAVING_S)
             why = within(self._saving_timeout_s, saving.save_for_stop)
-            if why == "":  # only all ranks together can keep the state, so they go on to the step where all stop
+            if why == "":  # only all ranks together can save the state, so this rank goes on to the step where all stop
                 return
             self._ending = True
-        if self.rank > 0:  # give rank 0 time to save: its loop would fail first if it noticed that this rank is gone
+        if self.rank > 0:  # give rank 0 time to save: its main thread would fail if it noticed that this rank is gone
             self._heard.wait(timing.LAST_MESSAGE_S)
         why = why or f"{self.stop.signal_name}: the state could not be kept"
         leave(STOPPED, lambda: self.report_stop(why), timeout_s=timing.REPORT_END_S)
 
     def _leave(self) -> None:
-        """End this process after a deadline or a loss: write the stacks, keep the state, name the suspect and tell the
-        others."""
+        """End this process after a deadline or a loss: write the stacks, rescue the state, name the suspect and tell
+        the others."""
         now = self.record.read()
         overdue, code = now.until_s < time.monotonic(), PEER_LOST
         what = f"lost a peer at step {now.step}"
@@ -251,7 +251,7 @@ class Watchdog:
             loss = self.loss(self.suspects(overdue=overdue), what, code=code)
         with self._saving_lock:
             if self._leaving is not None:
-                return  # the loop noticed the loss by itself, and may know more about it
+                return  # the main thread noticed the loss by itself, and may know more about it
             self._ending = True
         self.log.warning("\n".join([f"{loss} (exit code {loss.code})", *lines]))
 
@@ -267,8 +267,8 @@ class Watchdog:
 
     def _take_stacks(self, why: str, *, all_alive: bool) -> list[str]:
         """Write the stacks of this rank. Returns lines for the log: the file and, if `all_alive`, where all ranks are.
-        After a process has ended, this rank asks nobody, because the restart of the job waits for it to leave."""
-        file = within(timing.STACKS_S, lambda: dump(why, self.record))  # before the question, which takes longer
+        If a rank's process has ended, ask nobody where it is: the restart of the job waits for this rank to leave."""
+        file = within(timing.STACKS_S, lambda: dump(why, self.record))  # before `heartbeats`, which takes longer
         locations = {heartbeat["rank"]: heartbeat["location"] for heartbeat in self.heartbeats()} if all_alive else {}
         lines = ["; ".join(compare(locations))] if locations else []
         return [*lines, f"the stacks of all threads are in {file}"] if file else lines
@@ -279,8 +279,8 @@ class Watchdog:
         return own_location() + in_phase(now.phase, now.step)
 
     def loss(self, suspects: list[Suspect], what: str = "", *, code: int = PEER_LOST) -> PeerLost:
-        """Return the error to raise for a loss. `suspects`: the likeliest first. `what`: what happened, by default the
-        loss of a peer. `code`: the exit code, unless the first suspect ended with a code that forbids a restart."""
+        """Return the error for a loss, which the caller raises. `suspects`: the likeliest first. `what`: what happened,
+        by default the loss of a peer. `code`: the exit code, unless the first suspect's forbids a restart."""
         what = what or f"lost a peer at step {self.record.step}"
         root = root_cause([*(suspect.code for suspect in suspects[:1] if suspect.code is not None), code])
         return PeerLost(
@@ -291,8 +291,8 @@ class Watchdog:
         )
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
-        """Keep this rank's state, and return the ranks that may be lost, the likeliest first; none if all ranks wait
-        for each other. `overdue`: this rank's own deadline passed. Otherwise wait for the line to name a lost rank."""
+        """Rescue this rank's state. Then return the ranks that may be lost, the likeliest first; none if all ranks wait
+        for each other. Wait until the line names a lost rank, unless `overdue`: this rank's own deadline has passed."""
         self._rescue()
         if not self.connected:
             return []
@@ -300,22 +300,22 @@ class Watchdog:
             self._heard.wait(timing.CAUSE_S)
         waiting = self.record.waiting
         late = self._late() if not self._lost else []
-        if not (lost := self._lost):  # read again: a report may have come meanwhile, and says more
+        if not (lost := self._lost):  # read again: a report may have come meanwhile, which says more
             return late or ([] if waiting else [Suspect(self.rank, "the others wait for it", alive=True)])
         if lost["is"] == "gone" and overdue and not waiting:
-            # This rank takes too long itself: the ranks that waited for it have left, among them rank 0
+            # This rank itself takes too long: the ranks that waited for it have left, and rank 0 was one of them
             return [Suspect(self.rank, "the others have left", alive=True)]
         alive = bool(lost.get("alive"))
         return [Suspect(rank, lost["why"], code=lost.get("code"), alive=alive) for rank in lost.get("ranks", [0])]
 
     def _late(self) -> list[Suspect]:
-        """Return the suspects if no process has ended: the silent ranks, else the ranks that wait for no other rank."""
+        """Return the suspects if no process has ended: the silent ranks, or else the ranks that wait for no other."""
         asked_s = time.monotonic()
         while True:
-            waited_s = time.monotonic() - asked_s  # taken before the answer, because the answer's own delay is unknown
+            waited_s = time.monotonic() - asked_s  # before the question, because the delay of the answer is unknown
             if not self._ask(timing.QUIET_S):
                 return [Suspect(0, "it does not answer")]
-            # Only heartbeats sent since the question count: a rank with an older heartbeat may have been stopped since
+            # Only heartbeats given since the first question count: a rank with an older one may have been stopped since
             heartbeats = [heartbeat for heartbeat in self._heartbeats if heartbeat["rank"] != self.rank]
             silent = [heartbeat for heartbeat in heartbeats if heartbeat["ago_s"] > waited_s]
             if not silent or waited_s > timing.QUIET_S or self._heard.wait(timing.ALIVE_S):
@@ -326,7 +326,7 @@ class Watchdog:
         ]
 
     def _rescue(self) -> None:
-        """Let `Saving` write the state, once. A second caller waits for the first: the process must not end before."""
+        """Let `Saving` write the state, once. A second caller waits for the first, so that the process does not end."""
         with self._saving_lock:
             saving, self._saving = self._saving, None
             if saving is not None:
@@ -336,7 +336,7 @@ class Watchdog:
 
 
 def describe(suspects: list[Suspect], hosts: Sequence[str]) -> str:
-    """Return one clause: "rank 3 on node1 (its process has ended)", or "suspected: ..." if no exit code is known."""
+    """Return one clause: "rank 3 on node1 (its process has ended)". If no code is known, it is "suspected: ..."."""
     if not suspects:
         return "suspected: nobody, all ranks wait for each other"
     named = ", ".join(f"rank {s.rank} on {hosts[s.rank]} ({s.why})" for s in suspects[:4])

@@ -43,7 +43,7 @@ class Metrics:
     `progress`: the position from which the run resumes. `saved`: its position at the newest checkpoint. Lines that a
     killed attempt wrote past `progress` are cut off, because those steps are done again. Lines that it had no time to
     write are added. `check_owner`: raises PeerLost if another attempt owns the run by now; called before each line.
-    Every method raises UserError if the disk is full.
+    Every method raises UserError if the disk is full. The attribute `tensorboard` is torch's SummaryWriter, or None.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Metrics:
         check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         self._check_owner = check_owner
-        self._writer: Any = None
+        self.tensorboard: Any = None
         self._file = None
         self._disk = partial(disk_errors, "metrics", directory or Path())
         if directory is None:
@@ -72,7 +72,7 @@ class Metrics:
                 # An attempt that was killed after its checkpoint may or may not have written later values to its file.
                 # TensorBoard hides all values from this step on, and they are written again
                 first = saved.step + 1 if saved.evaluated == saved.step else max(1, saved.step)
-                self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
+                self.tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
                 for entry in entries:
                     if entry["step"] >= first:
                         self._show(entry)
@@ -83,39 +83,19 @@ class Metrics:
         with self._disk():
             if self._file is not None:
                 self._file.write(json.dumps(entry) + "\n")
-            if self._writer is not None:
+            if self.tensorboard is not None:
                 self._show(entry)
-
-    def text(self, name: str, text: str, *, step: int) -> None:
-        """Show a text in TensorBoard, which renders it as Markdown."""
-        if self._writer is not None:
-            with self._disk():
-                self._writer.add_text(name, text, step)
-
-    def hyperparameters(self, settings: dict[str, Any]) -> None:
-        """Show `settings`, such as `batch_size`, in TensorBoard's HPARAMS tab, next to the newest values of the curves.
-
-        The list of columns that torch would write is left out, because the tab shows only the list of the first run.
-        """
-        if self._writer is None:
-            return
-        from torch.utils.tensorboard.summary import hparams
-
-        _, *session = hparams(settings, {})  # type: ignore[no-untyped-call]
-        with self._disk():
-            for summary in session:
-                self._writer.file_writer.add_summary(summary)
 
     def flush(self) -> None:
         """Make TensorBoard's values survive a kill of this process, as the lines of `metrics.jsonl` always do."""
         with self._disk():
-            if self._writer is not None:
-                self._writer.flush()
+            if self.tensorboard is not None:
+                self.tensorboard.flush()
 
     def close(self) -> None:
         with self._disk():
-            if self._writer is not None:
-                self._writer.close()
+            if self.tensorboard is not None:
+                self.tensorboard.close()
             if self._file is not None:
                 self._file.close()
 
@@ -124,7 +104,7 @@ class Metrics:
         for name, value in entry.items():
             if name not in ("step", "time"):
                 number = math.nan if value is None else value
-                self._writer.add_scalar(name, number, entry["step"], walltime=entry.get("time"))
+                self.tensorboard.add_scalar(name, number, entry["step"], walltime=entry.get("time"))
 
 
 def entry(step: int, values: dict[str, float]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rankup.agent.ends import End, Report, cause_of
+from rankup.agent.network import fits
+from rankup.agent.protocol import END
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
 from rankup.observe.goodput import duration, goodput, one_line, read_reports
@@ -39,7 +41,7 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
         if as_json:
             return json.dumps(found[0] if folder else found) + "\n"
         return as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         raise UserError(
             f"status: {folder or runs} must hold files that a run has written, got a damaged status.json, run.json or "
             "file in status/. Remove it."
@@ -109,11 +111,11 @@ def _ranks(summary: dict[str, Any], live: Report | None) -> list[dict[str, Any]]
 def _end(run_dir: Path, report: Report) -> dict[str, Any]:
     """Return how an earlier attempt ended, from its ranks' files. `code` and `why` are those of the cause."""
     files = sorted((run_dir / "status" / report.attempt).glob("rank-*.json"))
-    ends = [End.read({"told": False, **end, "cause": end["why"]}, end["host"]) for end in map(read_json, files) if end]
+    ends = [End.read(end) for end in map(read_json, files) if fits(end, END)]
     cause = cause_of(ends)[1] if ends else None
     return {
         "attempt": report.attempt, "time": report.time, "step": report.step, "code": cause.code if cause else None,
-        "why": cause.cause if cause else "", "lasted_s": report.time - report.began,
+        "why": cause.why if cause else "", "lasted_s": report.time - report.began,
     }
 
 

@@ -311,11 +311,11 @@ class Lineage:
         following = self.attempts[self._marks.index(attempt) + 1 :]
         return not following or step <= following[0][1]
 
-    def goes_on_from(self, other: Self) -> bool:
+    def continues(self, other: Self) -> bool:
         """Return whether this lineage equals `other` or continues it."""
         return self.run == other.run and {*other._marks[-1:]} <= {*self._marks}
 
-    def go_on(self, mark: str, *, step: int, writer: str | None) -> None:
+    def add_attempt(self, mark: str, *, step: int, writer: str | None) -> None:
         """Add the attempt `mark`, which resumes from the copy that `writer` wrote at `step`, or begins if that is None.
 
         Attempts later than `writer` leave the line: their steps are lost and done again, and their copies don't count.

@@ -123,13 +123,13 @@ class Run:
         def copies_in_order() -> Iterator[tuple[str, Callable[[], Copy]]]:
             for line, one in choice.in_order(candidates, known, self._may_take, group):
                 passed.add(one.where)
-                yield one.words, partial(self._go_on_from, one, line)
+                yield one.words, partial(self._resume_from, one, line)
 
         self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
         self.saved = group.on_rank0(lambda: self._find_here(passed))
         choice.put_aside_others(folder, self.lineage.run)
 
-    def _go_on_from(self, one: Candidate, line: Lineage | None) -> Copy:
+    def _resume_from(self, one: Candidate, line: Lineage | None) -> Copy:
         """Read copy `one` on all ranks, and adopt its `line`. Raises on all ranks: Damaged, UserError and PeerLost."""
         options = self.options
 
@@ -189,7 +189,7 @@ class Run:
         """Record that this attempt continues the run from `step`, and remove rescues that it can't use. All ranks call
         this. `open_files`: rank 0 calls it to open the caller's files. Raises UserError and PeerLost on all ranks."""
         writer = self.newest.record["attempt"] if self.newest is not None else None
-        self.lineage.go_on(self.mark, step=step, writer=writer)
+        self.lineage.add_attempt(self.mark, step=step, writer=writer)
 
         def write() -> None:
             with disk_errors(FILE, self.folder, self.owner.check):

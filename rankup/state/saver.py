@@ -121,24 +121,24 @@ class Saver:
         self._join_parts: Callable[[dict[str, Fingerprint]], None] | None = None
 
     def save(
-        self, step: int, record: Callable[[], bytes], tracked: dict[str, Any], *, may_go_on: bool = True,
+        self, step: int, record: Callable[[], bytes], tracked: dict[str, Any], *, may_continue: bool = True,
         wait: bool = False,
     ) -> None:
         """Write a copy, if possible in the background, after the save before has ended. All ranks call this at the same
         step, and then call `look` at each step.
 
         `record`: returns the content of `state.json`; called on the ranks that write it. `tracked`: the whole state on
-        rank 0, or each rank's part if copies are sharded. `may_go_on`: whether the training may continue during the
+        rank 0, or each rank's part if copies are sharded. `may_continue`: whether the training may continue during the
         save, which then copies the state in memory first. `wait`: the training ends with this save.
         Raises on all ranks: UserError if a rank can't write, and PeerLost if another attempt owns the run.
         """
         self.look(wait=True)
         self.group.watch.enter("save", self.timeout_s, step=step)
-        if self.second is not None and may_go_on:  # this rank has the same state as rank 0
+        if self.second is not None and may_continue:  # this rank has the same state as rank 0
             self.second.save(step, record(), tracked, wait=wait)
         self.step, self._count, self._part, self._join_parts = step, self._count + 1, {}, None
         if self.group.is_rank0 or self.sharded:
-            prepared = self.writing.run(lambda: self._prepare(step, record(), tracked, may_go_on))
+            prepared = self.writing.run(lambda: self._prepare(step, record(), tracked, may_continue))
             # No rank may wait for the part of a rank that failed before it wrote any
             failed = self.group.max(int(prepared is None)) if self.sharded else 0
             if prepared and not failed:
@@ -169,7 +169,7 @@ class Saver:
     # Each rank that writes ------------------------------------------------------------------------------------
 
     def _prepare(
-        self, step: int, record: bytes, tracked: dict[str, Any], may_go_on: bool
+        self, step: int, record: bytes, tracked: dict[str, Any], may_continue: bool
     ) -> tuple[Callable[[], None], bool]:
         """Return the work of this rank for the save, and whether to do it in the background."""
         # Never use a staging name twice: NFS may still have cached that the name is now the published copy's folder
@@ -182,7 +182,7 @@ class Saver:
         places = None
         if self.sharded:
             tensors, places = local_parts(own_parts(tensors, self.group.rank))
-        if beside := may_go_on and self._fit(tensors):
+        if beside := may_continue and self._fit(tensors):
             tensors = self._copies.take(tensors)
 
         def write() -> None:

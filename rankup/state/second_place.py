@@ -165,7 +165,7 @@ class SecondPlace:
             number, there = newest_run(self.place, names := self.place.names())
             if there is None or not wanted(there):
                 return []
-            behind = self.required and not (here and here.goes_on_from(there))
+            behind = self.required and not (here and here.continues(there))
             if behind and not nothing_here:  # the run continued on another machine, without what is here
                 aside = put_aside(self.folder, check=self.lease.check)
                 self.log.info(f"{self.called} continued elsewhere: this machine's older files were moved to {aside}")
@@ -243,7 +243,7 @@ class SecondPlace:
         self.patient(self.options.save_timeout_s)
         if not self.lease.number:  # the mirror did not answer when the run was opened
             here, (_, there) = Lineage.read(self.folder), newest_run(self.place, self.place.names())
-            if here and there and there.run == here.run and not here.goes_on_from(there):
+            if here and there and there.run == here.run and not here.continues(there):
                 raise PeerLost(f"another attempt has continued the run on {self.place.url}")
         self._claim()
         self.lease.look()

@@ -157,7 +157,7 @@ def test_last_lines_of_a_rank_reach_its_file_when_nobody_reads_the_terminal(tmp_
     assert status(tmp_path)["ranks"]["0"]["why"] == "ValueError: the last line"
 
 
-def test_lines_have_rank_and_host_and_in_the_file_the_time(tmp_path: Path) -> None:
+def test_lines_have_rank_and_host_and_the_file_adds_the_time(tmp_path: Path) -> None:
     """Also if a process that the rank left behind keeps its output open."""
     text = r"""
 os.write(1, b"one\n\ntwo \xff")

@@ -42,7 +42,7 @@ def basis(voters: int, used: int, **more: Any) -> dict[str, Any]:
     ],
 )
 @asynchronous
-async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: tuple[int, ...], goes_on: bool):
+async def test_at_most_one_part_of_a_job_continues(voters: int, used: int, here: tuple[int, ...], goes_on: bool):
     """A majority may, or the half with the leader, but never spares alone."""
     async with room(member(here[0], of=5), ANY) as there:
         puppets = [await there.enter(member(node, of=5), n=7, basis=basis(voters, used)) for node in here]
@@ -581,7 +581,8 @@ async def test_stranger_that_says_nothing_is_disconnected(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "message", [{"is": "ready"}, {"is": "alive", "ranks": 3}, {"is": "alive", "ranks": [{"ago_s": 1.0}]}, {"is": "end"}]
+    "message", [{"is": "ready"}, {"is": "alive", "ranks": 3}, {"is": "alive", "ranks": [{"ago_s": 1.0}]}, {"is": "end"},
+                {"is": "stop", "signal": "SIGKILL"}]
 )
 @asynchronous
 async def test_member_that_sends_garbage_is_lost(message: dict[str, Any]):
@@ -680,11 +681,11 @@ async def test_member_whose_ranks_have_all_finished_may_leave():
         puppets = [await here.enter(member(2, of=3)), await here.enter(member(0, of=3, num_ranks=2))][::-1]
         hosts = [["node0", 2], ["node2", 1]]
         assert await here.agree(puppets) == {"is": "commit", "n": 1, "ip": "127.0.0.1", "job": "job1", "hosts": hosts}
-        puppets[1].send("end", n=1, rank=2, code=0)
+        puppets[1].send("end", host="", n=1, rank=2, code=0)
         puppets[1].vanish()
         await until(lambda: len(here.leader.seats.members) == 1)
         assert here.leader.running
-        puppets[0].send("end", n=1, rank=0, code=0)
+        puppets[0].send("end", host="", n=1, rank=0, code=0)
         puppets[0].vanish()  # rank 1 has not finished
         await until(lambda: not here.leader.running)
 
@@ -693,7 +694,7 @@ async def test_member_whose_ranks_have_all_finished_may_leave():
 async def test_ends_and_agreed_steps_do_not_count_in_the_next_membership():
     async with room() as here:
         puppets = await here.job()
-        puppets[1].send("end", n=1, rank=1, code=0)
+        puppets[1].send("end", host="", n=1, rank=1, code=0)
         await here.heard.get()
         for _ in range(2):
             here.leader.stop("SIGUSR1")
@@ -715,11 +716,11 @@ async def test_messages_of_an_earlier_membership_are_dropped():
         here.leader.lose(puppets[0].me, "exit code 137")
         await all_hear("lost", puppets)
         await here.agree(puppets)
-        puppets[1].send("end", n=1, rank=1, code=0)
+        puppets[1].send("end", host="", n=1, rank=1, code=0)
         puppets[1].send("lost", n=2, why="a joke")
-        puppets[1].send("end", n=2, rank=1, code=3)
+        puppets[1].send("end", host="", n=2, rank=1, code=3)
         who, said = await here.heard.get()
-        assert (who.token, said) == ("token1", {"is": "end", "n": 2, "rank": 1, "code": 3})
+        assert (who.token, said) == ("token1", {"is": "end", "host": "", "n": 2, "rank": 1, "code": 3})
 
 
 @asynchronous

@@ -61,6 +61,6 @@ def test_agent_that_does_not_read_does_not_block_a_rank(monkeypatch: pytest.Monk
         listener.bind(name)
         listener.listen(1)
         line = AgentLine({"socket": name, "local_rank": 0}, [].append)
-        assert not line.send("end", cause="x" * 10_000_000)  # this message fills the socket
-        assert not line.send("end", cause="short")
+        assert not line.send("end", why="x" * 10_000_000)  # this message fills the socket
+        assert not line.send("end", why="short")
         line._socket.close()

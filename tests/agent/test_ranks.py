@@ -57,12 +57,12 @@ def test_last_message_of_a_rank_is_read_even_after_its_end(tmp_path: Path) -> No
         ranks.start({**COMMIT, "n": 1, "restarts": 0, "basis": {"used": ["other", "mine"]}}, token="mine")
         with socket.socket(socket.AF_UNIX) as rank:
             rank.connect(ranks.links.address)
-            rank.sendall(encode("rank", local_rank=0) + encode("end", **End(1, "", 2, "a mistake").message()))
+            rank.sendall(encode("rank", local_rank=0) + encode("end", **End(1, "", 2, "a mistake").entry()))
         await ranks._on_rank_end(ranks.ranks[0], 2)
         ranks.links.close()
 
     asyncio.run(scene())
-    assert [(each["is"], each["code"], each["cause"]) for each in said] == [
+    assert [(each["is"], each["code"], each["why"]) for each in said] == [
         ("ending", 2, "a mistake"), ("end", 2, "a mistake"),
     ]
 
@@ -97,7 +97,7 @@ def test_rank_that_said_why_it_fails_is_not_told_to_leave(tmp_path: Path, code: 
         ranks.server = SimpleNamespace(start_rank=start_rank, signal=send)  # type: ignore[assignment]
         ranks.start({**COMMIT, "n": 1, "restarts": 0, "basis": {"used": ["mine"]}}, token="mine")
         if code is not None:
-            ranks._on_rank_message(0, {"is": "end", **End(0, "", code).message()})
+            ranks._on_rank_message(0, {"is": "end", **End(0, "", code).entry()})
         leaving = asyncio.create_task(ranks._leave(0.0))
         for _ in range(20):
             await asyncio.sleep(0.001)

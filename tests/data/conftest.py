@@ -1,4 +1,4 @@
-"""What several tests of the data sets need."""
+"""Fixtures that several tests of the data sets share."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.rigs.photographs import write_photographs
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve photographs to train on and six to test on, in folders of two classes."""
+    """A folder with 12 photographs for training and 6 for evaluation, in folders of two classes."""
     root = tmp_path_factory.mktemp("photographs")
     write_photographs(root / "train", 12, width=100, height=75)
     write_photographs(root / "val", 6, width=100, height=75, first=100)
@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where `datasets` keeps what it makes of files: not in the home of whoever runs the tests."""
+    """The cache of `datasets`, outside the home of the user who runs the tests."""
     import datasets
 
     datasets.disable_progress_bars()

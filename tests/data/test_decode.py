@@ -1,4 +1,4 @@
-"""Decoding: every kind of file gives the picture that PIL gives, upright, whoever decodes it."""
+"""Every kind of image file is decoded to the upright picture that PIL gives, also when torchvision decodes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.data.file_samples import decode
 
 
 def difference(path: Path) -> int:
-    """The largest difference of any pixel from PIL's upright picture."""
+    """Return the largest difference of any pixel from PIL's upright picture."""
     with Image.open(path) as file:
         upright = ImageOps.exif_transpose(file)
         rgb = upright.convert("RGBA").convert("RGB") if "transparency" in file.info else upright.convert("RGB")
@@ -28,7 +28,7 @@ def difference(path: Path) -> int:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The formats that torchvision decoded."""
+    """A list of the formats that torchvision decoded."""
     done: list[str] = []
 
     def recorded(format: str, usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -47,16 +47,16 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(("format", "options"), [
     ("JPEG", {}), ("JPEG", {"quality": 30}), ("JPEG", {"subsampling": 0}), ("JPEG", {"progressive": True}),
     ("WEBP", {}), ("WEBP", {"lossless": True}),
-    # As phones write it: a second picture behind the first
+    # Phones write such files: a second picture follows the first
     ("MPO", {"save_all": True, "append_images": [photograph(2, width=101, height=67)]}),
 ])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_common_format_is_decoded_fast_and_as_pil_does(
+def test_common_formats_are_decoded_by_torchvision_as_by_pil(
     tmp_path: Path, fast: list[str], mode: str, format: str, options: Any
 ) -> None:
     path = tmp_path / "a.png"  # the content counts, not the name
     photograph(1, width=101, height=67).convert(mode).save(path, format, **options)
-    # Equal where both libraries are built with the same libjpeg; versions may round in another way
+    # Pixels are equal if both libraries use the same libjpeg. Other versions may round in another way
     assert difference(path) <= 3
     assert fast == [format]
 
@@ -82,7 +82,7 @@ OTHERS: dict[str, tuple[Callable[[Image.Image], Image.Image], dict[str, Any]]] =
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.filterwarnings("error")
-def test_everything_else_is_as_pil_has_it(tmp_path: Path, fast: list[str], name: str) -> None:
+def test_other_formats_are_decoded_by_pil(tmp_path: Path, fast: list[str], name: str) -> None:
     change, options = OTHERS[name]
     change(photograph(3, width=60, height=40)).save(tmp_path / name, **options)
     assert difference(tmp_path / name) == 0
@@ -91,7 +91,7 @@ def test_everything_else_is_as_pil_has_it(tmp_path: Path, fast: list[str], name:
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
 @pytest.mark.parametrize("orientation", [*range(10), 65535])
-def test_orientation_is_applied_as_pil_does(tmp_path: Path, suffix: str, orientation: int) -> None:
+def test_orientation_is_applied_as_by_pil(tmp_path: Path, suffix: str, orientation: int) -> None:
     exif, path = Image.Exif(), tmp_path / f"a.{suffix}"
     exif[0x0112] = orientation
     photograph(5, width=480, height=320).save(path, exif=exif)
@@ -102,21 +102,21 @@ def test_orientation_is_applied_as_pil_does(tmp_path: Path, suffix: str, orienta
         assert decode(str(path), at_least=64).shape == ((3, 120, 80) if turned else (3, 80, 120))
 
 
-def test_orientation_that_an_editor_wrote_as_xmp_is_applied(tmp_path: Path) -> None:
+def test_orientation_in_xmp_is_applied(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     photograph(5, width=48, height=32).save(path, xmp=b'<x:xmpmeta><rdf tiff:Orientation="6"/></x:xmpmeta>')
     assert decode(str(path)).shape == (3, 48, 32)
     assert difference(path) <= 3
 
 
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF")  # PIL's, as it opens the file
-def test_damaged_exif_does_not_cost_the_picture(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")  # PIL warns when it opens the file
+def test_picture_with_damaged_exif_is_decoded(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     photograph(5, width=48, height=32).save(path, exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xffgarbage")
     assert decode(str(path)).shape == (3, 32, 48)
 
 
-def test_picture_is_turned_though_another_tag_has_an_odd_type(tmp_path: Path) -> None:
+def test_orientation_is_applied_although_another_tag_has_an_odd_type(tmp_path: Path) -> None:
     exif, path = Image.Exif(), tmp_path / "a.jpg"
     exif[0x0112], exif[0x0128] = 6, 2
     odd = exif.tobytes().replace(b"\x01\x28\x00\x03", b"\x01\x28\x00\x07")  # ResolutionUnit: UNDEFINED, no SHORT
@@ -126,7 +126,7 @@ def test_picture_is_turned_though_another_tag_has_an_odd_type(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("at_least", "size"), [(None, (640, 960)), (321, (640, 960)), (320, (320, 480)),
                                                 (100, (160, 240)), (8, (80, 120))])
-def test_large_jpeg_is_decoded_at_a_reduced_size_that_is_large_enough(
+def test_large_jpeg_is_decoded_at_the_smallest_sufficient_size(
     tmp_path: Path, at_least: int | None, size: tuple[int, int]
 ) -> None:
     path = tmp_path / "a.jpg"

@@ -1,4 +1,4 @@
-"""Image files as samples: torchvision's recipes to the bit, the same pixels for any batch, rank, worker and start."""
+"""Image files as samples follow torchvision's recipes bit for bit. Batch, rank, worker and restart change no pixel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def samples_of(folder: Path, augment: Augment, *, seed: int = 0, image_size: int
 
 
 def as_torchvision_has_it(samples: FileSamples, transform: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """All samples in epoch 3, each with torch's random state seeded for it."""
+    """Return all samples of epoch 3. Torch's random state is seeded for each sample."""
     found = []
     for index, path in enumerate(samples.paths):
         seed_host(derive_seed(samples.seed, 3, index))
@@ -42,7 +42,7 @@ def as_torchvision_has_it(samples: FileSamples, transform: Callable[[torch.Tenso
 
 
 @pytest.mark.parametrize("augment", ["imagenet", "trivial"])
-def test_recipe_is_torchvisions_to_the_bit(folder: Path, augment: Augment) -> None:
+def test_augmentation_equals_torchvisions_recipe_bit_for_bit(folder: Path, augment: Augment) -> None:
     parts: list[torch.nn.Module] = [v2.RandomResizedCrop(56), v2.RandomHorizontalFlip()]
     if augment == "trivial":
         parts.append(v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR))
@@ -53,10 +53,10 @@ def test_recipe_is_torchvisions_to_the_bit(folder: Path, augment: Augment) -> No
 @pytest.mark.parametrize(("augment", "image_size", "shorter_side"), [
     ("imagenet", None, 256), ("trivial", 56, 64), ("imagenet", 33, 38), (False, None, 224), (True, 56, 56),
 ])
-def test_evaluation_is_the_middle_of_the_picture_as_torchvision_cuts_it(
+def test_evaluation_crops_the_middle_as_torchvision_does(
     folder: Path, augment: Augment, image_size: int | None, shorter_side: int
 ) -> None:
-    """Of ImageNet's recipe the middle of a larger one."""
+    """With ImageNet's recipe the picture is first resized to a larger size."""
     samples = samples_of(folder, augment, image_size=image_size)
     transform = v2.Compose([v2.Resize(shorter_side), v2.CenterCrop(image_size or 224)])
     expected = as_torchvision_has_it(samples, transform)
@@ -65,11 +65,11 @@ def test_evaluation_is_the_middle_of_the_picture_as_torchvision_cuts_it(
 
 
 @pytest.mark.parametrize("augment", RECIPES)
-def test_sample_is_the_same_in_any_batch_and_another_in_each_epoch_and_run(folder: Path, augment: Augment) -> None:
+def test_sample_is_equal_in_any_batch_and_differs_by_epoch_and_seed(folder: Path, augment: Augment) -> None:
     samples = samples_of(folder, augment, seed=1)
     whole = samples.batch(torch.arange(12), 0)[0]
     assert (whole.shape, whole.dtype, whole.is_contiguous()) == ((12, 3, 56, 56), torch.uint8, True)
-    torch.rand(7)  # what was drawn before changes nothing
+    torch.rand(7)  # earlier draws must not matter
     some = torch.tensor([9, 2, 5])
     assert torch.equal(samples.batch(some, 0)[0], whole[some])
     for other in (samples.batch(some, 1)[0], samples_of(folder, augment, seed=2).batch(some, 0)[0]):
@@ -83,7 +83,7 @@ def test_grey_images_are_the_mean_of_the_colours(folder: Path) -> None:
     assert torch.equal(grey.float(), expected)
 
 
-def test_predicted_files_are_prepared_as_those_of_the_evaluation(folder: Path) -> None:
+def test_predicted_files_are_prepared_like_evaluation_files(folder: Path) -> None:
     for augment in (True, "imagenet"):
         built = workload.build(config_of(folder, augment))
         assert built.open_input is not None
@@ -100,7 +100,7 @@ def line(folder: Path, *more: str) -> tuple[str, ...]:
     )
 
 
-def test_job_that_was_killed_goes_on_with_the_same_crops(forks: Forks, folder: Path, tmp_path: Path) -> None:
+def test_killed_job_resumes_with_the_same_crops(forks: Forks, folder: Path, tmp_path: Path) -> None:
     words = line(folder, "--augment", "trivial", "--run-dir", str(tmp_path), "--save-every-steps", "2")
     forks.ends(*words, "--name", "whole", "--num-workers", "1", world_size=2)
     killed = forks.run(*words, "--name", "killed", world_size=2, preload="tests.rigs.injected_faults:dies_in_step_8")
@@ -109,7 +109,7 @@ def test_job_that_was_killed_goes_on_with_the_same_crops(forks: Forks, folder: P
     assert result(tmp_path / "killed")["digest"] == result(tmp_path / "whole")["digest"]
 
 
-def test_evaluate_and_predict_prepare_images_as_the_training_did(forks: Forks, folder: Path, tmp_path: Path) -> None:
+def test_evaluate_and_predict_prepare_images_like_the_training(forks: Forks, folder: Path, tmp_path: Path) -> None:
     where = ("--name", "run", "--run-dir", str(tmp_path))
     output = forks.ends(*line(folder, "--augment", "imagenet"), *where)
     trained = result(tmp_path / "run")["metrics"]

@@ -1,4 +1,4 @@
-"""Hugging Face data sets: the same images or texts as in files; what is missing is named."""
+"""Hugging Face data sets give the same images and texts as files, and missing parts are named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLASSES = ("class0", "class1")
 
 
 def images_of(folder: Path) -> dict[str, list[Any]]:
-    """The files of a folder of class folders as rows, in the order that imagefolder has."""
+    """Return the files of a folder of class folders as rows, in the order of imagefolder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     classes = sorted({path.parent.name for path in files})
     return {
@@ -39,7 +39,7 @@ def images_of(folder: Path) -> dict[str, list[Any]]:
 
 
 def image_set(splits: Mapping[str, Mapping[str, Sequence[Any]]], classes: Sequence[str]) -> Any:
-    """A DatasetDict of columns image and label, of images and class labels."""
+    """Return a DatasetDict with a column of images and a column of class labels."""
     from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 
     features = Features({"image": Image(), "label": ClassLabel(names=list(classes))})
@@ -47,13 +47,13 @@ def image_set(splits: Mapping[str, Mapping[str, Sequence[Any]]], classes: Sequen
 
 
 def save(splits: Any, folder: Path) -> Path:
-    """As `save_to_disk` writes it."""
+    """Write the data set with `save_to_disk`."""
     splits.save_to_disk(folder)
     return folder
 
 
 def save_parquet(splits: Any, folder: Path) -> Path:
-    """As it lies at the hub: Parquet files named by their splits."""
+    """Write the data set as on the hub, as Parquet files named by their splits."""
     (folder / "data").mkdir(parents=True)
     for name, table in splits.items():
         table.to_parquet(folder / "data" / f"{name}-00000-of-00001.parquet")
@@ -78,7 +78,7 @@ def pixels(found: FileSamples, **more: Any) -> torch.Tensor:
 
 
 def table(images: list[Any], labels: list[Any], **more: Any) -> Any:
-    """One split as a DatasetDict."""
+    """Return a DatasetDict with the same rows in both splits."""
     return image_set({"train": {"image": images, "label": labels}, "test": {"image": images, "label": labels}},
                              more.get("classes", CLASSES))
 
@@ -93,7 +93,7 @@ def encoded(mode: str = "RGB", *, kind: str = "png", colour: int = 128) -> dict[
 
 
 @pytest.mark.parametrize("form", ["saved", "parquet", "folder"])
-def test_rows_are_the_images_of_a_folder(folder: Path, saved: Path, tmp_path: Path, form: str) -> None:
+def test_rows_have_the_images_of_a_folder(folder: Path, saved: Path, tmp_path: Path, form: str) -> None:
     from datasets import load_from_disk
 
     where = saved if form == "saved" else folder
@@ -108,10 +108,10 @@ def test_rows_are_the_images_of_a_folder(folder: Path, saved: Path, tmp_path: Pa
         assert torch.equal(pixels(here, augment="trivial"), pixels(there, augment="trivial"))
 
 
-def test_training_gives_the_weights_of_the_same_folder(
+def test_training_on_rows_gives_the_weights_of_the_same_folder(
     forks: Forks, folder: Path, saved: Path, tmp_path: Path, cache: Path
 ) -> None:
-    """Two ranks with workers, which are forked from processes that have the rows mapped already."""
+    """Two ranks have workers, which are forked from processes that have already mapped the rows."""
     sources = {"files": ("imagefolder", "--data-dir", folder), "rows": (f"hf:{saved}", "--num-workers", "2")}
     for name, words in sources.items():
         forks.ends("train", "--image-size", "32", "--batch-size", "4", "--epochs", "2", "--augment", "imagenet",
@@ -120,7 +120,7 @@ def test_training_gives_the_weights_of_the_same_folder(
     assert result(tmp_path / "rows")["digest"] == result(tmp_path / "files")["digest"]
 
 
-def test_name_of_the_data_is_the_same_on_another_node_and_another_for_other_rows(saved: Path, tmp_path: Path) -> None:
+def test_name_of_a_data_set_depends_only_on_its_rows(saved: Path, tmp_path: Path) -> None:
     from datasets import load_from_disk
 
     splits = load_from_disk(saved)
@@ -144,10 +144,10 @@ def test_tar_files_of_webdataset_are_rows(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(pixels(here), pixels(there))
 
 
-# Splits, columns and what is wrong ------------------------------------------------------------------------------
+# Splits, columns and mistakes ------------------------------------------------------------------------------
 
 
-def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> None:
+def test_settings_choose_parts_of_splits_and_columns(tmp_path: Path) -> None:
     from datasets import ClassLabel, Dataset, DatasetDict, Features
     from datasets import Image as ImageColumn
 
@@ -169,7 +169,7 @@ def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> N
     assert test.contents is not None
     assert [bytes(test.contents(number)) for number in (0, 1)] == [photo["bytes"] for photo in rows["photo"][8:]]
     assert load_hf(where, **parts | {"hf_train_split": "train[8:]"})[0].name == test.name
-    for column, classes in (("rating", ("1", "5", "10")), ("place", ("x", "y"))):  # numbers, not their digits
+    for column, classes in (("rating", ("1", "5", "10")), ("place", ("x", "y"))):  # sorted as numbers
         assert load_hf(where, **parts | {"label_column": column})[0].classes == classes
     one.save_to_disk(tmp_path / "single")
     assert load_hf(tmp_path / "single", **parts)[0].labels.tolist() == [0, 1] * 4
@@ -182,7 +182,7 @@ def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> N
     ({"hf_eval_split": "train[12:]"}, r"--hf-eval-split must .* such as train\[:90%\], got train\[12:\]"),
     ({"hf_train_split": "train[:2]+validation"}, r"--hf-train-split must be .*, got train\[:2\]\+validation"),
 ])
-def test_wrong_settings_are_named(saved: Path, settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_of_a_data_set_are_named(saved: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_hf(saved, **settings)
 
@@ -198,7 +198,7 @@ def test_rows_without_image_or_label_are_named(tmp_path: Path, images: Any, labe
         pixels(load_hf(save(table(images, labels), tmp_path / "saved"))[0])
 
 
-def test_label_that_the_training_lacks_is_named(tmp_path: Path) -> None:
+def test_evaluation_label_that_the_training_lacks_is_named(tmp_path: Path) -> None:
     from datasets import DatasetDict, load_from_disk
 
     rows = table([encoded(), encoded()], [0, 1])
@@ -212,20 +212,20 @@ def test_label_that_the_training_lacks_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./rows", "someone/rows"])
-def test_unknown_data_set_is_one_line_that_says_how_to_get_it(name: str) -> None:
+def test_unknown_data_set_gives_one_line_with_the_way_out(name: str) -> None:
     message = rf"^{name} can't be read as a Hugging Face data set \(.*\)\. It is no folder .* download it, set --hf-do"
     with pytest.raises(UserError, match=message) as raised:
         load(Config(dataset=f"hf:{name}"))
     assert "\n" not in str(raised.value)
 
 
-def test_without_the_package_the_line_says_how_to_install_it(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_datasets_gives_one_line_with_the_way_out(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"the package datasets must be installed.*pip install 'rankup\[hf\]'"):
         load_hf(saved)
 
 
-def test_moved_rows_are_no_change_of_settings(saved: Path) -> None:
+def test_moved_data_set_is_no_change_of_settings(saved: Path) -> None:
     here, there = (Config(dataset=f"hf:{place}/rows") for place in ("/here", "/there"))
     assert changed_settings(here.model_dump(), there) == []
     assert changed_settings(here.model_dump(), Config(dataset="digits")) == ["dataset: hf:/here/rows -> digits"]
@@ -241,11 +241,11 @@ def test_folder_without_data_and_damaged_files_are_named(tmp_path: Path) -> None
         load_hf(where)
 
 
-# Texts: those of the same files ---------------------------------------------------------------------------------
+# The same texts -------------------------------------------------------------------------------------------------
 
 
 def sample(part: str) -> dict[str, list[Any]]:
-    """The texts that ship, as columns."""
+    """Return the shipped texts as columns."""
     lines = (SAMPLE / f"{part}.txt").read_text(encoding="utf-8").splitlines()
     pairs = [line.partition("\t") for line in lines if line.strip()]
     return {"text": [pair[2] for pair in pairs], "label": [pair[0] for pair in pairs]}
@@ -263,7 +263,7 @@ def texts_from(folder: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("eval_split", ["dev", "test"])
-def test_rows_are_the_texts_of_files(tmp_path: Path, eval_split: str) -> None:
+def test_rows_have_the_texts_of_files(tmp_path: Path, eval_split: str) -> None:
     where = save_texts(tmp_path / "texts", train=sample("train"), validation=sample("dev"), test=sample("test"))
     rows, files = texts_from(where, eval_split=eval_split), load_texts(Config(workload="text", eval_split=eval_split))
     for here, there in zip(rows[:2], files[:2], strict=True):
@@ -274,7 +274,7 @@ def test_rows_are_the_texts_of_files(tmp_path: Path, eval_split: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_folder_of_files_and_columns_by_name(tmp_path: Path, kind: str) -> None:
+def test_folder_of_csv_or_json_files_is_read_by_column_names(tmp_path: Path, kind: str) -> None:
     for name in ("train", "test"):
         lines = [f'{{"id": "{n}", "body": "text {n} of it", "stars": {1 + n % 3}}}' for n in range(6)]
         if kind == "csv":
@@ -308,13 +308,13 @@ TOKEN = "hf_this_is_the_token"
 def served(tmp_path: Path) -> Iterator[hub.Hub]:
     write_photographs(tmp_path / "photographs", 12, width=60, height=50)
     rows = images_of(tmp_path / "photographs")
-    other = {name: values[4:8] for name, values in rows.items()}  # the same file twice would be fetched once
+    other = {name: values[4:8] for name, values in rows.items()}  # an equal file would be fetched only once
     splits = image_set({"train": rows, "validation": other}, ("class0", "class1"))
     with hub.serve(NAME, save_parquet(splits, tmp_path / "rows")) as found:
         yield found
 
 
-def test_name_is_downloaded_once_by_two_ranks_when_asked_for(forks: Forks, served: hub.Hub, tmp_path: Path) -> None:
+def test_two_ranks_download_a_data_set_once_if_asked(forks: Forks, served: hub.Hub, tmp_path: Path) -> None:
     env = {"HF_ENDPOINT": served.address, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN,
            "RANKUP_CACHE": str(tmp_path / "cache")}
     words = ("train", "--image-size", "32", "--batch-size", "4", "--max-steps", "3", "--tensorboard=false",

@@ -1,4 +1,4 @@
-"""The order of samples and their augmentation: the same for any world size, restart and number of workers."""
+"""The order of samples and their augmentation are the same for any world size, restart and number of workers."""
 
 import random
 
@@ -11,7 +11,7 @@ from train.data.samples import EpochSampler, MapSamples, TensorSamples, load_bat
 
 
 class Numbers:
-    """What is asked of them."""
+    """Samples that return the indices and the epoch that were asked for."""
 
     def __len__(self) -> int:
         return 1000
@@ -23,7 +23,7 @@ class Numbers:
 def steps(
     order: EpochSampler, epoch: int, world_size: int = 1, accumulate: int = 1
 ) -> list[list[tuple[float, list[int]]]]:
-    """For each step of that epoch the micro-batches of all ranks, by what the mean loss over one is divided."""
+    """Return the micro-batches of all ranks for each step of an epoch, each with the divisor of its mean loss."""
     loader = load_batches(Numbers(), order, accumulate=accumulate, num_workers=0, device=torch.device("cpu"))
     ranks = [source_of(loader, rank, world_size, any_order=False) for rank in range(world_size)]
     found: list[list[tuple[float, list[int]]]] = [[] for _ in range(len(order))]
@@ -43,19 +43,19 @@ def test_epoch_takes_each_sample_once_and_drops_the_tail(epoch: int) -> None:
     order = EpochSampler(1000, 30, 0)
     seen = [sample for step in steps(order, epoch) for sample in samples(step)]
     assert len(seen) == len(set(seen)) == 990
-    # what is left out is the end of that epoch's permutation, other samples each time
+    # The samples left out are the end of the epoch's permutation, other samples in each epoch
     assert seen == order.epoch(epoch)[:990].tolist()
     assert sorted(order.epoch(epoch).tolist()) == list(range(1000))
 
 
 def test_seeds_give_other_orders() -> None:
-    # a sum of seed and epoch would collide: epoch 1 of seed 0 is not epoch 0 of seed 1
+    # With a sum of seed and epoch, epoch 1 of seed 0 would be epoch 0 of seed 1
     assert not torch.equal(EpochSampler(100, 10, 0).epoch(1), EpochSampler(100, 10, 1).epoch(0))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_batch_that_does_not_divide_is_taken_whole_and_each_sample_counts_once(
+def test_uneven_batch_is_used_whole_and_each_sample_counts_once(
     world_size: int, accumulate: int
 ) -> None:
     order = EpochSampler(1000, 64, 7)
@@ -63,7 +63,7 @@ def test_batch_that_does_not_divide_is_taken_whole_and_each_sample_counts_once(
         assert samples(step) == samples(alone)
         sizes = [len(batch) for _, batch in step]
         assert max(sizes) - min(sizes) <= 2
-        # A sample's weight: 1 / (its micro-batch's size and divisor), and the mean over ranks
+        # A sample's weight is 1 / (size of its micro-batch * divisor), and then the mean over the ranks
         counts = [1 / (len(batch) * divisor * world_size) for divisor, batch in step]
         assert counts == pytest.approx([1 / 64] * len(counts), rel=1e-15)
 
@@ -75,14 +75,14 @@ def test_equal_micro_batches_are_divided_by_accumulate_exactly(accumulate: int) 
         assert {divisor for step in steps(order, 0, world_size, accumulate) for divisor, _ in step} == {accumulate}
 
 
-def test_random_numbers_are_uniform_and_others_in_each_epoch_and_run() -> None:
+def test_random_numbers_are_uniform_and_differ_by_epoch_and_seed() -> None:
     found = [random_numbers(seed, epoch, 10_000) for seed, epoch in ((0, 0), (0, 1), (1, 0), (0, 0))]
     assert [torch.equal(numbers, found[0]) for numbers in found] == [True, False, False, True]
     assert found[0].shape == (10_000, 3)
     assert found[0].mean(0).tolist() == pytest.approx([0.5] * 3, abs=0.02)
 
 
-def test_image_is_shifted_by_whole_pixels_filled_with_black_and_mirrored_unless_told_not_to() -> None:
+def test_image_is_shifted_by_whole_pixels_and_mirrored() -> None:
     image = torch.arange(1, 257, dtype=torch.uint8).view(1, 1, 16, 16)
     still, down_right = torch.tensor([[0.5, 0.5, 0.5]]), torch.tensor([[0.0, 0.0, 0.49]])
     assert torch.equal(shift_and_flip(image, still), image)
@@ -93,19 +93,19 @@ def test_image_is_shifted_by_whole_pixels_filled_with_black_and_mirrored_unless_
     assert torch.equal(shift_and_flip(image, down_right), moved.flip(3))
 
 
-def test_tensor_samples_augment_in_training_alone() -> None:
+def test_tensor_samples_augment_only_in_training() -> None:
     images, labels = torch.randint(0, 256, (40, 1, 16, 16), dtype=torch.uint8), torch.arange(40)
     samples = TensorSamples(images, labels, augment=True, seed=1)
     indices = torch.tensor([3, 30, 7])
     assert torch.equal(samples.batch(indices, None)[0], images[indices])
     first, second = samples.batch(indices, 0)[0], samples.batch(indices, 1)[0]
     assert not torch.equal(first, second)
-    assert torch.equal(samples.batch(indices.flip(0), 0)[0], first.flip(0))  # its place in the batch changes nothing
+    assert torch.equal(samples.batch(indices.flip(0), 0)[0], first.flip(0))  # the place in the batch does not matter
     assert samples.batch(indices, 0)[1].tolist() == [3, 30, 7]
 
 
 class Noisy(Dataset[torch.Tensor]):
-    """Draws from every source of random numbers that a user's Dataset may draw from."""
+    """A Dataset that draws from every source of random numbers that a user's Dataset may use."""
 
     def __len__(self) -> int:
         return 50
@@ -116,7 +116,7 @@ class Noisy(Dataset[torch.Tensor]):
         return torch.tensor([index, torch.rand(()), random.random(), numpy.random.rand()], dtype=torch.float64)
 
 
-def test_map_samples_draw_the_same_for_a_sample_whatever_came_before() -> None:
+def test_map_samples_draw_equal_numbers_for_a_sample_in_any_order() -> None:
     samples = MapSamples(Noisy(), seed=3)
     whole = samples.batch(torch.arange(50), 0)
     some = torch.tensor([20, 4])

@@ -1,4 +1,4 @@
-"""Data sets in memory: found where they lie, whole and in range, or refused with the file's name."""
+"""Data sets in memory are found, complete and in range, or they are refused with the file's name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_fashion_mnist_is_found_in_data_dir(tmp_path: Path) -> None:
     assert str(tmp_path) in train.origin
 
 
-# What is wrong with a folder or a file --------------------------------------------------------------------------------
+# Faulty folders and files ---------------------------------------------------------------------------------------------
 
 
 def label_10(folder: Path) -> None:
@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_folder_that_holds_no_good_set_is_named_with_what_is_wrong(tmp_path: Path, wrong: str) -> None:
+def test_folder_without_a_valid_data_set_is_named_with_the_reason(tmp_path: Path, wrong: str) -> None:
     spoil, message = WRONG[wrong]
     spoil(write_set(tmp_path / "MNIST" / "raw"))
     with pytest.raises(UserError, match=rf"^{tmp_path}/MNIST: must hold the files of MNIST.*{message}") as caught:
@@ -89,7 +89,7 @@ def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 # Sets that need no file -----------------------------------------------------------------------------------------------
 
 
-def test_digits_that_ship_are_whole_and_stratified() -> None:
+def test_shipped_digits_are_complete_and_stratified() -> None:
     halves = load_in_memory(Config(dataset="digits"))
     assert [len(half) for half in halves] == [1438, 359]
     for half, least in zip(halves, (139, 35), strict=True):
@@ -101,7 +101,7 @@ def test_digits_that_ship_are_whole_and_stratified() -> None:
     assert values.std().item() == pytest.approx(halves[0].std[0], abs=5e-4)
 
 
-def test_fake_is_the_same_each_time_and_can_be_learnt() -> None:
+def test_fake_data_are_always_equal_and_can_be_learned() -> None:
     config = Config(dataset="fake", fake_samples=400, fake_classes=4)
     (train, test), (again, _) = load_in_memory(config), load_in_memory(config)
     assert torch.equal(train.images, again.images)
@@ -121,8 +121,8 @@ def test_limits_take_the_first_samples_and_image_size_scales_them() -> None:
     assert cut.images.float().mean().item() == pytest.approx(whole.images[:5].float().mean().item(), abs=3)
 
 
-def test_only_sets_that_bear_it_are_mirrored() -> None:
-    """A mirrored 2 shows no digit; a mirrored shirt is a shirt."""
+def test_digits_are_not_mirrored() -> None:
+    """A mirrored 2 is no digit, but a mirrored shirt is a shirt."""
     assert [load_in_memory(Config(dataset=name))[0].mirror for name in ("digits", "fake")] == [False, True]
     assert (KNOWN["mnist"].mirror, KNOWN["fashion-mnist"].mirror) == (False, True)
 
@@ -137,7 +137,7 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
 
     def write(name: str, entry: object) -> list[str]:
-        # As in the published files: the dtype spelt with numbers, of which numpy >= 2.4 warns
+        # As in the published files, the dtype is written with ints, of which numpy >= 2.4 warns
         content = pickle.dumps(entry, protocol=2).replace(b"\x89\x88\x87", b"K\x00K\x01\x87")
         (folder / name).write_bytes(content)
         return [name, hashlib.md5(content, usedforsecurity=False).hexdigest()]

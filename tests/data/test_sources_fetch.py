@@ -1,4 +1,4 @@
-"""Downloading a data set once per node, and where something is refused: real processes, and a server on loopback."""
+"""A data set is downloaded once per node, and failures are explained. Real processes load from a server on loopback."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ WAIT_S = 240.0
 
 
 class Mirror:
-    """A server of four small files, which answers while `gate` is open.
+    """A server of four small files. It answers while `gate` is open.
 
-    `served` counts downloads. With `cut` it resets the connection in the middle of each file.
+    `served` counts the downloads of each file. With `cut` the server resets the connection in the middle of a file.
     """
 
     def __init__(self, folder: Path, *, status: int = 200, cut: bool = False) -> None:
@@ -53,7 +53,7 @@ class Mirror:
                 mirror.served[name] += 1
                 mirror.begun.set()
                 mirror.gate.wait(WAIT_S)
-                with contextlib.suppress(OSError):  # the process that asked was killed
+                with contextlib.suppress(OSError):  # the client was killed
                     self.send_response(mirror.status)
                     self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
@@ -69,7 +69,7 @@ class Mirror:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def download(self, *, wrong: bool = False) -> str:
-        """The program that downloads, from here."""
+        """Return the download program, changed to load from this server. `wrong`: it expects other MD5 sums."""
         address = f"http://127.0.0.1:{self.server.server_port}/"
         files = [(file.name, "0" * 32 if wrong else hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest())
                  for file in sorted(self.folder.iterdir())]
@@ -110,12 +110,12 @@ try:
     print("has all")
 except UserError as error:
     print("refused", error)
-assert "torch" not in sys.modules, "four of these on two cores would take longer than all else here"
+assert "torch" not in sys.modules, "imports of torch would take longer than the whole test"
 """
 
 
 def start_workers(count: int, root: Path, download: str) -> list[subprocess.Popen[str]]:
-    """Processes that begin to fetch at the same moment: whoever waits for a server may do so for 10 s only."""
+    """Start processes that begin to fetch at the same moment, because a process waits only 10 s for another one."""
     workers = [
         subprocess.Popen([sys.executable, "-c", WORKER, str(root), download], stdin=subprocess.PIPE, text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
@@ -132,17 +132,17 @@ def start_workers(count: int, root: Path, download: str) -> list[subprocess.Pope
 
 
 def all_wait_for_the_download(workers: list[subprocess.Popen[str]], server: Mirror) -> None:
-    """Returns when one of them downloads and all others wait for it."""
+    """Wait until one process downloads and all others wait for it."""
     assert server.begun.wait(WAIT_S)
     for worker in workers:
         assert worker.stdout is not None
         assert worker.stdout.readline().startswith("fetching FashionMNIST to")
 
 
-def test_four_processes_with_one_folder_download_each_file_once_after_one_that_was_killed(
+def test_four_processes_download_each_file_once_after_a_killed_one(
     tmp_path: Path, mirror: Callable[..., Mirror]
 ) -> None:
-    """It leaves a part of a folder, and no orphan."""
+    """The killed process leaves a partial folder, but no orphan process."""
     server = mirror()
     server.gate.clear()
     root = tmp_path / "data"
@@ -168,7 +168,7 @@ def test_four_processes_with_one_folder_download_each_file_once_after_one_that_w
         assert (root / "FashionMNIST" / "raw" / path.stem).read_bytes() == gzip.decompress(path.read_bytes())
 
 
-def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
+def test_waiting_processes_share_the_failure_and_do_not_retry(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
     server = mirror(status=403)
     server.gate.clear()
     workers = start_workers(3, tmp_path / "data", server.download())
@@ -182,10 +182,10 @@ def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("wrong", "cut", "reason"), [
-    (True, False, r"web: .*File not found or corrupted"),  # another md5
+    (True, False, r"web: .*File not found or corrupted"),  # another MD5
     (False, True, r"\(web: ConnectionResetError: .*\)\. Copy"),  # without its progress bar
 ])
-def test_file_that_is_wrong_or_stops_is_refused_and_nothing_is_left(
+def test_wrong_or_cut_file_is_refused_and_leaves_no_file(
     tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch, wrong: bool, cut: bool, reason: str
 ) -> None:
     monkeypatch.setattr(fetch, "DOWNLOAD", mirror(cut=cut).download(wrong=wrong))
@@ -196,9 +196,9 @@ def test_file_that_is_wrong_or_stops_is_refused_and_nothing_is_left(
 
 # Debian's package, bounded waiting, the cache, and the digits that ship -----------------------------------------------
 
-# Quicker than what imports torchvision to be refused by its servers
+# Faster than a real download program, which imports torchvision before it is refused
 NOBODY = "raise SystemExit('Connection refused')"
-# In a bare container there are no lists of packages
+# A bare container has no lists of packages until they are fetched
 APT_GET = """#!/bin/sh
 case "$*" in
   *Lists*update*) touch lists/fetched; echo "Err:1 one of the lists"; exit 100 ;;
@@ -213,7 +213,7 @@ DPKG = """#!/bin/sh
 
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
-    """A data set that no server has, and Debian does: its package holds what `served` holds."""
+    """A data set that no server has, but a package of Debian with the files of `served`."""
     monkeypatch.setattr(fetch, "DOWNLOAD", NOBODY)
     write_set(tmp_path / "served", suffix=".gz")
     put(tmp_path, apt_get=APT_GET, dpkg=DPKG.format(served=tmp_path / "served"))
@@ -229,7 +229,7 @@ def put(tmp_path: Path, **scripts: str) -> None:
         path.chmod(0o755)
 
 
-def test_package_is_unpacked_where_the_download_is_refused(
+def test_debian_package_replaces_a_refused_download(
     tmp_path: Path, packaged: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # apt-get runs in another folder
@@ -246,7 +246,7 @@ def test_package_is_unpacked_where_the_download_is_refused(
      WAIT_S, r"apt: Err:1 mirror 403 E: Unable to locate it\)"),
     ("exec sleep 600", 0.5, "apt: timed out"),
 ])
-def test_apt_that_fails_or_hangs_gives_its_reason(
+def test_apt_that_fails_or_hangs_is_reported_with_its_reason(
     tmp_path: Path, packaged: Remote, apt_get: str, timeout_s: float, message: str
 ) -> None:
     put(tmp_path, apt_get=f"#!/bin/sh\n{apt_get}\n")
@@ -254,7 +254,7 @@ def test_apt_that_fails_or_hangs_gives_its_reason(
         fetch.locate(packaged, data_dir=str(tmp_path / "data"), timeout_s=timeout_s)
 
 
-def test_full_disk_is_no_reason_to_train_on_other_data(
+def test_full_disk_never_leads_to_another_data_set(
     tmp_path: Path, packaged: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, dpkg="#!/bin/sh\necho \"dpkg-deb: error: tar: write error: No space left on device\"; exit 2\n")
@@ -266,7 +266,7 @@ def test_full_disk_is_no_reason_to_train_on_other_data(
     assert everything(tmp_path / "cache") == []
 
 
-def test_debians_package_that_is_installed_is_what_was_published_and_is_unpacked_once(
+def test_installed_debian_package_is_complete_and_unpacked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = KNOWN["fashion-mnist"].packed
@@ -280,12 +280,12 @@ def test_debians_package_that_is_installed_is_what_was_published_and_is_unpacked
         monkeypatch.setattr(fetch, "fetch", None)
 
 
-def test_folder_that_cannot_be_written_is_named() -> None:
+def test_data_folder_that_cannot_be_written_is_named() -> None:
     with pytest.raises(UserError, match=r"/proc/none: FashionMNIST cannot be stored there \(No such file"):
         fetch.locate(small(), data_dir="/proc/none", timeout_s=1.0)
 
 
-# What is done without network and package -----------------------------------------------------------------------------
+# Without network and package ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -297,20 +297,20 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_default_falls_back_to_digits_and_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_data_set_falls_back_to_digits_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert [half.name for half in load(Config())] == ["digits", "digits"]
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "digits" in line]
     assert "Connection refused" in told
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_chosen_set_or_place_is_never_replaced(tmp_path: Path) -> None:
+def test_chosen_data_set_or_folder_is_never_replaced(tmp_path: Path) -> None:
     for config in (Config(dataset="mnist"), Config(data_dir=str(tmp_path / "empty"))):
         with pytest.raises(NotFetched, match=r"cannot be downloaded.*set data_dir"):
             load(config)
 
 
-def test_cache_is_the_named_one_then_the_users_then_the_temporary(
+def test_cache_is_the_configured_then_the_users_then_the_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -1,4 +1,4 @@
-"""Folders of images: listed the same everywhere, named by their content, each unusable file or folder named."""
+"""Folders of images are listed equally everywhere and named by their content. Unusable files and folders are named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def halves(root: Path) -> tuple[FileSamples, FileSamples]:
 
 
 @pytest.mark.parametrize("other", ["val", "test"])
-def test_imagefolder_with_two_halves(tmp_path: Path, other: str) -> None:
+def test_imagefolder_of_two_halves_has_classes_and_labels(tmp_path: Path, other: str) -> None:
     for half, count in (("train", 4), (other, 2)):
         for name in ("zebra", "ape"):
             write_images(tmp_path / half / name, count)
@@ -50,7 +50,7 @@ def test_imagefolder_with_two_halves(tmp_path: Path, other: str) -> None:
     assert list(train.paths) == sorted(train.paths)
 
 
-def test_imagefolder_without_halves_is_split_in_a_fixed_way(tmp_path: Path) -> None:
+def test_imagefolder_without_halves_has_a_fixed_split(tmp_path: Path) -> None:
     write_images(tmp_path / "a", 30)
     write_images(tmp_path / "b", 3)
     train, test = halves(tmp_path)
@@ -60,7 +60,7 @@ def test_imagefolder_without_halves_is_split_in_a_fixed_way(tmp_path: Path) -> N
     assert halves(tmp_path)[0].paths == train.paths
 
 
-# What becomes of a folder of cats and dogs whose data are then others
+# Changes to a folder of cats and dogs that make it another data set
 CHANGES: dict[str, Callable[[Path], object]] = {
     "class": lambda root: [(root / half / "cat").rename(root / half / "bat") for half in ("train", "val")],
     "file": lambda root: (root / "train" / "cat" / "000.png").rename(root / "train" / "cat" / "0.png"),
@@ -82,7 +82,7 @@ def test_imagefolder_is_named_by_its_content(tmp_path: Path, change: str) -> Non
     assert halves(tmp_path / "there")[0].name != here
 
 
-def test_other_images_are_refused_on_resume_and_between_ranks(forks: Forks, tmp_path: Path) -> None:
+def test_ranks_and_resumes_with_other_images_are_refused(forks: Forks, tmp_path: Path) -> None:
     for node, names in enumerate((("cat", "dog"), ("left", "right"))):
         for half in ("train", "val"):
             for name in names:
@@ -108,7 +108,7 @@ def test_other_images_are_refused_on_resume_and_between_ranks(forks: Forks, tmp_
     ({"a": 1}, "/a: holds one image"),
     ({}, ": cannot be used as .*No such file"),
 ])
-def test_folder_that_cannot_be_used_is_named(tmp_path: Path, images: dict[str, int], message: str) -> None:
+def test_image_folder_that_cannot_be_used_is_named(tmp_path: Path, images: dict[str, int], message: str) -> None:
     for below, count in images.items():
         write_images(tmp_path / "data" / below, count)
     with pytest.raises(UserError, match=f"^{tmp_path}/data{message}") as caught:
@@ -116,12 +116,12 @@ def test_folder_that_cannot_be_used_is_named(tmp_path: Path, images: dict[str, i
     assert "\n" not in str(caught.value)
 
 
-def test_folder_below_a_class_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folder_below_a_class_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_images(tmp_path / "a" / "closed", 2)
     write_images(tmp_path / "a", 2)
     usual = os.scandir
 
-    def closed(folder: str) -> Any:  # root reads whatever its modes are
+    def closed(folder: str) -> Any:  # root could read it with any mode
         if str(folder).endswith("closed"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
         return usual(folder)
@@ -131,7 +131,7 @@ def test_folder_below_a_class_that_cannot_be_read_is_named(tmp_path: Path, monke
         halves(tmp_path)
 
 
-def test_link_to_nothing_is_named(tmp_path: Path) -> None:
+def test_broken_link_to_an_image_is_named(tmp_path: Path) -> None:
     write_images(tmp_path / "a", 2)
     (tmp_path / "a" / "link.png").symlink_to(tmp_path / "gone.png")
     with pytest.raises(UserError, match=rf"^{tmp_path}/a/link\.png: cannot be read \(No such file or directory\)\. "):

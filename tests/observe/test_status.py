@@ -188,8 +188,11 @@ def test_status_of_a_damaged_run_is_one_line(tmp_path: Path, capsys: pytest.Capt
     stage(run)
     assert main(["status", "x" * 300]) == 2  # the system refuses this name, as it would refuse another user's folder
     assert "There are: " in capsys.readouterr().err
-    (run / "status.json").write_text('{"ranks": 7}')
-    assert main(["status", str(run)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert f"status: {run} must hold files that a run has written, got a damaged status.json" in err
+    report = next(run.glob("status/*/progress-*.json"))
+    for damaged, text in ((report, report.read_text().replace('"attempt": "', f'"attempt": "{"x" * 300}')),
+                          (run / "status.json", '{"ranks": 7}')):
+        damaged.write_text(text)
+        assert main(["status", str(run)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert f"status: {run} must hold files that a run has written, got a damaged status.json" in err

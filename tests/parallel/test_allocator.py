@@ -1,4 +1,4 @@
-"""The memory that a step frees stays with the process: the next step gets it without the kernel's help."""
+"""Memory that a step frees stays with the process, so the next step gets it without the kernel."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.rigs.fork_server import Forks
 
 STEPS = 20
-LATE = 11  # steps that are judged, the last ones
+LATE = 11  # only this many last steps are checked
 OWN = """
 import resource
 import torch
@@ -34,9 +34,9 @@ def build(config):
 
 @pytest.mark.parametrize(("count", "numbers"), [
     (4, 5_000_000),
-    (1, 50_000_000),  # larger than any block that glibc, told a size, takes from the heap
+    (1, 50_000_000),  # larger than any block that glibc takes from the heap, whatever its settings
 ])
-def test_steps_reuse_the_memory_that_earlier_ones_freed(
+def test_steps_reuse_the_memory_that_earlier_steps_freed(
     count: int, numbers: int, forks: Forks, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(OWN.replace("NUMBERS", str(numbers)).replace("COUNT", str(count)))
@@ -45,6 +45,6 @@ def test_steps_reuse_the_memory_that_earlier_ones_freed(
     counts = [int(found) for found in re.findall(r"page faults so far: (\d+)", output)]
     assert len(counts) >= STEPS
     late = counts[-1] - counts[-1 - LATE]
-    # What is given back costs its pages, of 4 KiB, in each of these steps. Twice is allowed: now and then blocks move
-    # up in the heap, behind something small that stays
+    # Memory that goes back to the kernel costs a fault per page of 4 KiB in each step. That may happen in two steps,
+    # because blocks sometimes move up in the heap, behind something small that stays
     assert late < 3 * count * numbers * 4 / 4096, counts

@@ -1,7 +1,7 @@
-"""Any number of ranks, also one that does not divide the batch, trains as one does.
+"""Any number of ranks trains like one rank, even if it does not divide the batch.
 
-A batch of 64 is 22 + 21 + 21 samples on three ranks. Each rank's mean counts by its samples, so that the gradient and
-the loss are those of the whole batch.
+A batch of 64 has 22 + 21 + 21 samples on three ranks. Each rank's mean is weighted by its number of samples, so the
+gradient and the loss are those of the whole batch.
 """
 
 from importlib.util import find_spec
@@ -14,8 +14,8 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, losses_of, metrics, probe, result
 from tests.rigs.places import Fault
 
-STEPS = 14  # of which 11 are an epoch
-# Without batch norm and dropout, which see one rank's samples only
+STEPS = 14  # an epoch has 11
+# No batch norm and no dropout, because they see only one rank's samples
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--tensorboard=false", "--limit-train", "704", "--lr", "0.08",
         "--schedule", "constant", "--batch-size", "64", "--max-steps", str(STEPS), "--log-every-steps", "1",
         "--device", "cpu", "--name", "run")
@@ -30,31 +30,31 @@ def train(forks: Forks, folder: Path, world_size: int, *arguments: str, preload:
 
 
 def losses(run: Path) -> list[float]:
-    """Of all steps, and of the last evaluation."""
+    """Return the losses of all steps and of the last evaluation."""
     return [*losses_of(run, count=STEPS), next(line["eval/loss"] for line in metrics(run)[::-1] if "eval/loss" in line)]
 
 
 def largest_difference(run: Path, alone: list[float]) -> float:
-    """Of these losses, as a part of what one process has there."""
+    """Return the largest relative difference of a run's losses from those of one process."""
     return max(abs(loss - expected) / expected for loss, expected in zip(losses(run), alone, strict=True))
 
 
 @pytest.fixture(scope="module")
 def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     found = losses(train(forks, tmp_path_factory.mktemp("alone"), 1))
-    assert found[STEPS - 1] < 0.8 * found[0]  # a curve that stays where it was proves nothing
+    assert found[STEPS - 1] < 0.8 * found[0]  # a flat curve would prove nothing
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 7])  # four: below
-def test_any_number_of_ranks_follows_one(forks: Forks, alone: list[float], tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 7])  # a test below has four
+def test_number_of_ranks_changes_no_loss(forks: Forks, alone: list[float], tmp_path: Path, world_size: int) -> None:
     difference = largest_difference(train(forks, tmp_path, world_size), alone)
     print(f"{world_size} ranks, batch 64: loss within {difference:.1e}")
     assert difference < 1e-5
 
 
-# What the ranks do, and how far the loss may be from one process's in fp32. Were all ranks' means to count alike, it
-# would be 1e-2 away. Where the loss or the steps are others, that process has the same settings
+# Settings of the ranks, and the tolerance for their loss against one process in fp32. Equal weights of all ranks' means
+# would give 1e-2. A variant "own" changes the loss or the steps, so its single process has the same settings
 VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "accumulated": (("--accumulate", "4"), 1e-5),
     "fp16, accumulated": (("--precision", "fp16", "--accumulate", "4"), 1e-3),
@@ -72,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("variant", CASES)
-def test_variant_of_three_ranks_follows_one(forks: Forks, alone: list[float], tmp_path: Path, variant: str) -> None:
+def test_variant_on_three_ranks_follows_one(forks: Forks, alone: list[float], tmp_path: Path, variant: str) -> None:
     settings, tolerance = VARIANTS[variant]
     expected = losses(train(forks, tmp_path / "one", 1, *settings)) if variant.startswith("own") else alone
     difference = largest_difference(train(forks, tmp_path / "three", 3, *settings), expected)
@@ -80,10 +80,10 @@ def test_variant_of_three_ranks_follows_one(forks: Forks, alone: list[float], tm
     assert difference < tolerance
 
 
-def test_batch_norm_of_unequal_parts_is_that_of_the_whole_batch_where_ranks_exchange_statistics(
+def test_synchronized_batch_norm_of_uneven_parts_is_that_of_the_batch(
     forks: Forks, tmp_path: Path
 ) -> None:
-    """On CPUs, by torch's SyncBatchNorm with formulas for its kernels. `own`: what each rank's own statistics give."""
+    """On CPUs torch's SyncBatchNorm gets formulas for its kernels. In the run `own` ranks have their own statistics."""
     norm = ("--workload", "tests.rigs.recording_workload:build", "--options.model", "norm")
     expected = losses(train(forks, tmp_path / "one", 1, *norm))
     assert largest_difference(train(forks, tmp_path / "own", 3, *norm), expected) > 1e-3
@@ -93,21 +93,21 @@ def test_batch_norm_of_unequal_parts_is_that_of_the_whole_batch_where_ranks_exch
     assert difference < 1e-5
 
 
-def test_one_process_takes_micro_batches_that_differ_by_one(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+def test_one_process_accumulates_uneven_micro_batches(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     assert largest_difference(train(forks, tmp_path, 1, "--accumulate", "3"), alone) < 1e-5
 
 
-# Batches of 10: 3 + 3 + 2 + 2 and 4 + 3 + 3, 6 steps an epoch
+# Batches of 10 are 3 + 3 + 2 + 2 or 4 + 3 + 3 samples. An epoch has 6 steps
 SMALL = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "10", "--log-every-steps", "1",
          "--tensorboard=false", "--device", "cpu", "--name", "run", "--schedule", "constant",
          "--max-steps", str(STEPS))
 
 
-def test_job_that_loses_one_of_four_goes_on_with_three_and_then_four(forks: Forks, tmp_path: Path) -> None:
-    """On the curve of one process, though the batch is another's for each."""
+def test_job_of_four_ranks_resumes_with_three_and_then_four(forks: Forks, tmp_path: Path) -> None:
+    """Its losses are those of one process, although each world size splits the batch differently."""
     line = (*SMALL, "--options.dropout", "0", "--accumulate", "2")
     forks.ends(*line, "--run-dir", tmp_path / "one")
-    lost = probe("loss", 11, rank=2, signal="SIGKILL", saved=True)  # in step 5: each has two losses, from call 3 on
+    lost = probe("loss", 11, rank=2, signal="SIGKILL", saved=True)  # in step 5: two losses a step, from call 3 on
     forks.ends(*line, "--run-dir", tmp_path / "four", world_size=4, env=lost, code=[171, 171, -9, 171])
     output = forks.ends(*line, "--run-dir", tmp_path / "four", "--max-steps", "9", world_size=3)
     assert "resumed from step 4, rescued by rank" in output
@@ -117,10 +117,10 @@ def test_job_that_loses_one_of_four_goes_on_with_three_and_then_four(forks: Fork
     assert largest_difference(tmp_path / "four" / "run", losses(tmp_path / "one" / "run")) < 1e-5
 
 
-def test_launch_of_three_that_loses_a_rank_ends_with_the_weights_of_ranks_started_by_hand(
+def test_launch_of_three_with_a_lost_rank_has_the_weights_of_ranks_by_hand(
     forks: Forks, tmp_path: Path
 ) -> None:
-    """Dropout, batch norm and more than one bucket; 22 + 21 + 21 samples. Meeting by a file: test_methods_kills.py."""
+    """The model has dropout, batch norm and several buckets. test_methods_kills.py has ranks that meet by a file."""
     line = ("train", "--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384",
             "--batch-size=64", f"--max-steps={STEPS}", "--save-every-steps=5", "--log-every-steps=1",
             "--tensorboard=false", "--name=run")

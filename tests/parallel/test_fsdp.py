@@ -1,4 +1,4 @@
-"""fsdp: parameters split over the ranks. That it follows one process and resumes to the bit is in test_methods.py."""
+"""fsdp shards parameters over the ranks. test_methods.py tests that it follows one process and resumes to the bit."""
 
 import gc
 import re
@@ -33,7 +33,7 @@ def train(forks: Forks, run: Path, world_size: int, *arguments: str | Path) -> P
     return run
 
 
-def test_fsdp_goes_on_with_other_world_sizes(forks: Forks, tmp_path: Path) -> None:
+def test_fsdp_resumes_with_other_world_sizes(forks: Forks, tmp_path: Path) -> None:
     curves = []
     for name, parts in (("even", ((2, 12),)), ("changing", ((2, 4), (4, 8), (1, 12)))):
         for world_size, steps in parts:
@@ -43,8 +43,8 @@ def test_fsdp_goes_on_with_other_world_sizes(forks: Forks, tmp_path: Path) -> No
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
-def test_fsdp_evaluates_exactly_where_ranks_have_different_numbers_of_batches(forks: Forks, tmp_path: Path) -> None:
-    """359 samples in three batches on two ranks, and in one batch: one rank has none."""
+def test_fsdp_evaluates_exactly_with_uneven_numbers_of_batches(forks: Forks, tmp_path: Path) -> None:
+    """Two ranks get the 359 samples in three batches, or in one batch, so that one rank has none."""
     for size in ("150", "400"):
         line = ("--parallel", "fsdp", "--max-steps", "4", "--eval-batch-size", size)
         run = train(forks, tmp_path / size, 2, *line)
@@ -55,7 +55,7 @@ def test_fsdp_evaluates_exactly_where_ranks_have_different_numbers_of_batches(fo
         assert re.search(r"^ *samples +359$", output, re.MULTILINE)
 
 
-def test_fsdp_leaves_pictures_and_plain_weights(forks: Forks, tmp_path: Path) -> None:
+def test_fsdp_writes_tensorboard_files_and_plain_weights(forks: Forks, tmp_path: Path) -> None:
     run = train(forks, tmp_path / "run", 2, "--parallel", "fsdp", "--max-steps", "3", "--tensorboard=true")
     assert list((run / "tensorboard").iterdir())
     newest = load_checkpoint(max((run / "checkpoints").iterdir()))
@@ -63,7 +63,7 @@ def test_fsdp_leaves_pictures_and_plain_weights(forks: Forks, tmp_path: Path) ->
     assert result(run)["parallel"] == "fsdp"
 
 
-def test_parts_that_share_a_parameter_stay_together() -> None:
+def test_layers_that_share_a_parameter_are_not_split() -> None:
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     assert len(methods.layers_of(tied)) == 2
     tied[1].weight = tied[0].weight
@@ -73,14 +73,14 @@ def test_parts_that_share_a_parameter_stay_together() -> None:
 
 
 class Unmovable(nn.Sequential):
-    """A model that refuses to be moved as a whole, as one too large for the device would."""
+    """A model that can't be moved as a whole, like a model that is too large for the device."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         raise AssertionError("the whole model was moved")
 
 
 def build(config: Config) -> Workload:
-    """The recording workload with an unmovable model, whose ranks print the types of what they gather and reduce."""
+    """Build the recording workload with an unmovable model. Ranks print the dtypes that they gather and reduce."""
 
     def printed(collective: type) -> None:
         send = collective.__call__  # type: ignore[operator]
@@ -100,7 +100,7 @@ def build(config: Config) -> Workload:
 @pytest.mark.parametrize(("precision", "model", "gathered"), [
     ("fp32", "plain", {"float32"}), ("bf16", "plain", {"bfloat16"}), ("bf16", "wide", {"bfloat16", "float32"}),
 ], ids=["fp32", "bf16", "bf16 with a batch norm, which stays in fp32"])
-def test_model_is_never_whole_on_the_device_and_gathered_in_its_precision(
+def test_fsdp_never_has_the_whole_model_and_gathers_in_its_precision(
     forks: Forks, tmp_path: Path, precision: str, model: str, gathered: set[str]
 ) -> None:
     output = forks.ends("train", "--workload", f"{__name__}:build", "--options.model", model, "--parallel", "fsdp",
@@ -111,8 +111,8 @@ def test_model_is_never_whole_on_the_device_and_gathered_in_its_precision(
 
 
 @pytest.mark.gpu
-def test_gpu_holds_the_shard_and_no_more_than_two_layers_while_the_model_is_split() -> None:
-    """The second of four ranks, whose others need not be there: to split a model takes no message."""
+def test_fsdp_needs_the_shard_and_at_most_two_layers_while_it_splits() -> None:
+    """This is rank 1 of 4. The others need not exist, because splitting a model sends no message."""
     device, layer = torch.device("cuda", torch.cuda.current_device()), 4 * 2**20
     workload: Any = SimpleNamespace(model=nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)]))
     group: Any = SimpleNamespace(device=device, world_size=4)
@@ -122,7 +122,7 @@ def test_gpu_holds_the_shard_and_no_more_than_two_layers_while_the_model_is_spli
         before = torch.cuda.memory_allocated(device)
         plain = prepare(workload, Config(parallel="fsdp"), group, split=True)
         methods.FSDP(Config(parallel="fsdp"), group).split(plain)
-        gc.collect()  # a process's first call of fully_shard leaves its layer in a cycle
+        gc.collect()  # the first fully_shard of a process leaves its layer in a reference cycle
         assert torch.cuda.memory_allocated(device) - before == 16 * layer // 4
         assert torch.cuda.max_memory_allocated(device) - before <= 16 * layer // 4 + 2 * layer
     finally:

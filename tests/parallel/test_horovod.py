@@ -1,4 +1,4 @@
-"""horovod: the same training, its gradients averaged by real Horovod. `make horovod` installs it."""
+"""The same training with gradients averaged by real Horovod, which `make horovod` installs."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ from tests.rigs.checkpoints import steps
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, environ_of, metrics, probe, result, start, wait_for
 
-# Horovod takes contiguous parameters only: ddp, which it is compared with, has the kernels of convolutions in NHWC
+# An mlp, because Horovod needs contiguous parameters. With ddp, to which it is compared, convolutions would be in NHWC
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--tensorboard=false", "--limit-train", "704", "--lr",
           "0.02", "--schedule", "constant", "--log-every-steps", "1", "--device", "cpu")
 HOROVOD = ("--parallel", "horovod")
@@ -48,7 +48,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]
 
 
 def by_horovodrun(*arguments: str | Path) -> Job:
-    """Its own code warns of what Python has removed since."""
+    """Start two ranks by horovodrun. Its own code warns, so warnings are no errors here."""
     runner = Path(sys.executable).with_name("horovodrun")
     command = (runner, "-np", "2", "--gloo", sys.executable, "-m", "train.main")
     return start(*command, *arguments, env={"PYTHONWARNINGS": "default"})
@@ -57,7 +57,7 @@ def by_horovodrun(*arguments: str | Path) -> Job:
 @needs_horovod
 @pytest.mark.timeout(500)
 def test_horovod_under_mpirun_trains_to_the_weights_of_ddp(ddp: Path, tmp_path: Path) -> None:
-    """Under horovodrun: below."""
+    """The next test has horovodrun."""
     words = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2")
     line = (*DIGITS, *HOROVOD, *STEPS, "--name", "run", "--run-dir", tmp_path)
     with ended(start(*words, sys.executable, "-m", "train.main", *line)) as job:
@@ -67,7 +67,7 @@ def test_horovod_under_mpirun_trains_to_the_weights_of_ddp(ddp: Path, tmp_path: 
 
 @needs_horovod
 @pytest.mark.timeout(800)
-def test_horovodrun_ends_all_when_a_rank_is_killed_and_the_same_command_goes_on(forks: Forks, tmp_path: Path) -> None:
+def test_horovodrun_ends_after_a_killed_rank_and_the_same_command_resumes(forks: Forks, tmp_path: Path) -> None:
     rarely = ("--save-every-steps", "3", "--evaluate-every-epochs", "1000")
     line = (*DIGITS, *HOROVOD, *rarely, "--name", "run", "--run-dir", tmp_path)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -87,7 +87,7 @@ def test_horovodrun_ends_all_when_a_rank_is_killed_and_the_same_command_goes_on(
 
 
 def rank_of(job: Job, rank: int) -> psutil.Process:
-    """The process of a rank below horovodrun, among the shells that started it."""
+    """Return the process of a rank below horovodrun, and not one of the shells that started it."""
     (found,) = [
         child
         for child in psutil.Process(job.processes[0].pid).children(recursive=True)
@@ -100,7 +100,7 @@ def rank_of(job: Job, rank: int) -> psutil.Process:
 @pytest.mark.parametrize(("name", "codes", "said"), [
     ("SIGKILL", [171, -9], "lost a peer at step"), ("SIGTERM", [143, 143], "saved at step"),
 ])
-def test_horovod_rank_that_is_killed_or_stopped_ends_both(
+def test_killed_or_stopped_horovod_rank_ends_both_ranks(
     forks: Forks, tmp_path: Path, name: str, codes: list[int], said: str
 ) -> None:
     line = (*DIGITS, *HOROVOD, *ENDLESS, "--run-dir", tmp_path, "--name", "run")
@@ -113,7 +113,7 @@ def test_horovod_rank_that_is_killed_or_stopped_ends_both(
 
 
 @needs_horovod
-def test_horovod_rank_that_is_lost_costs_no_finished_step(forks: Forks, tmp_path: Path) -> None:
+def test_lost_horovod_rank_costs_no_finished_step(forks: Forks, tmp_path: Path) -> None:
     line = ("train", "--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=8", *HOROVOD,
             "--tensorboard=false", "--run-dir", tmp_path, "--name=run")
     codes, output = forks.run(*line, env=probe("loss", 7, rank=1, signal="SIGKILL"), world_size=2)
@@ -122,7 +122,7 @@ def test_horovod_rank_that_is_lost_costs_no_finished_step(forks: Forks, tmp_path
 
 
 @needs_horovod
-def test_horovod_of_one_process_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+def test_horovod_with_one_process_trains_as_without_horovod(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     assert losses(train(forks, tmp_path / "run", 1, *HOROVOD, *STEPS)) == alone
 
 
@@ -135,7 +135,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 @needs_horovod
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variant_through_horovod_comes_to_the_weights_of_ddp_and_resumes_to_the_bit(
+def test_horovod_variant_has_the_weights_of_ddp_and_resumes_to_the_bit(
     forks: Forks, tmp_path: Path, variant: str
 ) -> None:
     line = (*VARIANTS[variant], *STEPS)
@@ -147,8 +147,8 @@ def test_variant_through_horovod_comes_to_the_weights_of_ddp_and_resumes_to_the_
 
 
 @needs_horovod
-def test_horovod_of_four_ranks_sent_as_fp16_resumes_to_the_bit(forks: Forks, tmp_path: Path) -> None:
-    """Four, since only three or more show that sums come in another order."""
+def test_horovod_on_four_ranks_in_fp16_resumes_to_the_bit(forks: Forks, tmp_path: Path) -> None:
+    """There are four ranks, because with two no other order of sums can be seen."""
     line = (*HOROVOD, "--compress", "fp16", "--dropout", "0.3", "--augment", *STEPS)
     whole = train(forks, tmp_path / "whole", 4, *line)
     train(forks, tmp_path / "parts", 4, *line, "--max-steps", "8")
@@ -156,18 +156,18 @@ def test_horovod_of_four_ranks_sent_as_fp16_resumes_to_the_bit(forks: Forks, tmp
 
 
 @needs_horovod
-def test_run_goes_on_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_path: Path) -> None:
+def test_run_resumes_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_path: Path) -> None:
     for end, method in (("5", "horovod"), ("10", "ddp"), ("14", "horovod")):
         run = train(forks, tmp_path / "run", 2, "--parallel", method, "--max-steps", end)
     assert digest(run) == digest(ddp)
 
 
 def hide_horovod() -> None:
-    """In the process of a rank: as where it is not installed."""
+    """Preloaded. Make the import of Horovod fail, as if it were not installed."""
     sys.modules["horovod"] = None  # type: ignore[assignment]
 
 
-def test_horovod_that_is_not_installed_is_one_line(forks: Forks, tmp_path: Path) -> None:
+def test_missing_horovod_gives_one_line(forks: Forks, tmp_path: Path) -> None:
     line = (*DIGITS, *HOROVOD, "--run-dir", tmp_path)
     output = forks.ends(*line, world_size=2, preload="tests.parallel.test_horovod:hide_horovod", code=2)
     assert f"error: parallel horovod needs Horovod built for torch {torch.__version__}, got: " in output

@@ -1,4 +1,4 @@
-"""channels_last: which models get it, on every start alike; what a run saved in one format goes on in the other."""
+"""Which models get channels_last, and that a run saved in one memory format resumes in the other."""
 
 from copy import deepcopy
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def prepared(model: nn.Module, **settings: Any) -> bool:
-    """Whether the kernels of the prepared model lie in NHWC."""
+    """Return whether the convolution kernels of the prepared model are in NHWC."""
     group: Any = SimpleNamespace(device=CPU)
     workload: Any = SimpleNamespace(model=model)
     kernels = [p for p in prepare(workload, Config(**settings), group).parameters() if p.ndim == 4]
@@ -30,10 +30,10 @@ def small(name: str) -> nn.Module:
 
 @pytest.mark.parametrize(("name", "settings", "expected"), [
     ("cnn", {}, True), ("resnet18", {}, True), ("mlp", {}, False),
-    ("cnn", {"workload": "own:build"}, False),  # most models of tutorials call view()
-    ("cnn", {"parallel": "fsdp"}, False), ("cnn", {"parallel": "horovod"}, False),  # contiguous parameters only
+    ("cnn", {"workload": "own:build"}, False),  # models of tutorials often call view()
+    ("cnn", {"parallel": "fsdp"}, False), ("cnn", {"parallel": "horovod"}, False),  # need contiguous parameters
 ])
-def test_models_for_images_are_in_channels_last_where_the_method_can(
+def test_image_models_are_in_channels_last_if_the_method_can(
     name: str, settings: dict[str, Any], expected: bool
 ) -> None:
     assert prepared(small(name), **settings) == expected
@@ -41,8 +41,8 @@ def test_models_for_images_are_in_channels_last_where_the_method_can(
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("saved_as", [torch.channels_last, torch.contiguous_format])
-def test_optimizer_goes_on_with_what_was_saved_in_the_other_format(name: Any, saved_as: torch.memory_format) -> None:
-    """The fused kernels would pair wrong elements of a parameter and its momentum, without a word."""
+def test_optimizer_resumes_with_a_state_of_the_other_memory_format(name: Any, saved_as: torch.memory_format) -> None:
+    """Otherwise the fused kernels would silently pair wrong elements of a parameter and its momentum."""
     config = Config(optimizer=name)
 
     def gradients(model: nn.Module, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Several ranks train one model: every method and setting follows the curve of one process, and resumes to the bit."""
+"""Several ranks train one model. Every method and setting follows the losses of one process and resumes to the bit."""
 
 import types
 from functools import partial
@@ -18,8 +18,8 @@ from train.config import Config, load_config
 from train.parallel import METHODS, method_class, method_name
 from train.parallel.methods import Method
 
-# A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify
-# differences
+# The rate is constant, because a cosine over fewer steps would be another curve. It is small, so that it does not
+# magnify differences
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
           "--schedule", "constant", "--warmup-steps", "5", "--log-every-steps", "1")
 STEPS = 22
@@ -38,13 +38,13 @@ def largest_difference(one: list[float], other: list[float]) -> float:
 
 @pytest.fixture(scope="module")
 def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The curve of one process in fp32."""
+    """The losses of one process in fp32."""
     return losses(train(forks, tmp_path_factory.mktemp("alone") / "run", 1))
 
 
-# Each variant, and how far its loss may be from that of one process in fp32: sums in another order differ in the last
-# of fp32's 24 bits; bf16 keeps 8 bits, fp16 11. A pixel on the edge of a max pool can tip a single step by 1e-3.
-# Those with adamw train to other weights: the process that they follow has their settings.
+# Settings, and the tolerance for the loss against one process in fp32. Another order of sums changes the last of fp32's
+# 24 bits. bf16 keeps 8 bits and fp16 keeps 11. A tie in a max pool can change a single step by 1e-3. Variants with
+# adamw reach other weights, so their single process has the same settings.
 VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "bf16": (("--precision", "bf16"), 3e-2),
     "fp16 accumulated and clipped at 1e9": (("--precision", "fp16", "--accumulate", "2", "--clip-norm", "1e9"), 2e-2),
@@ -74,18 +74,18 @@ def test_variant_follows_one_process_and_resumes_to_the_bit(
 
 
 def test_training_resumes_with_dropout_to_the_bit(forks: Forks, tmp_path: Path) -> None:
-    """fp16 on four ranks, with all that draws random numbers; four show DDP's buckets, which two do not."""
+    """fp16 and everything that draws random numbers. Four ranks show the order of DDP's buckets, which two do not."""
     line = ("--precision", "fp16", "--dropout", "0.3", "--augment", "--accumulate", "2", "--num-workers", "1")
     whole = train(forks, tmp_path / "whole", 4, *line)
     train(forks, tmp_path / "parts", 4, *line, "--max-steps", "13")
     assert result(train(forks, tmp_path / "parts", 4, *line))["digest"] == result(whole)["digest"]
 
 
-def test_scaler_goes_on_with_its_scale(forks: Forks, tmp_path: Path) -> None:
+def test_scaler_resumes_with_its_scale(forks: Forks, tmp_path: Path) -> None:
     run = train(forks, tmp_path / "run", 1, "--precision", "fp16", "--max-steps", "15")
     scaler = load_checkpoint(run / "checkpoints" / "step-00000015").tracked["scaler"]
     assert scaler["scale"] > 1
-    assert scaler["_growth_tracker"] == 15  # steps without overflow so far: the next growth depends on it
+    assert scaler["_growth_tracker"] == 15  # steps without overflow, which decide when the scale grows
 
 
 RECORDED = ("train", "--workload", "tests.rigs.recording_workload:build", "--tensorboard=false", "--batch-size", "12",
@@ -111,17 +111,17 @@ def test_dropout_differs_by_rank_and_step_and_weights_do_not(forks: Forks, tmp_p
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_gradients_are_sent_once_a_step(forks: Forks, tmp_path: Path, accumulate: int) -> None:
+def test_gradients_are_exchanged_once_a_step(forks: Forks, tmp_path: Path, accumulate: int) -> None:
     folder = recorded(forks, tmp_path, 2, "--accumulate", str(accumulate))
     for rank in records(folder, "loss"):
         assert {entry["size"] for entry in rank} == {12 // 2 // accumulate}
         sent = [entry["sent"] for entry in rank]
-        # one before the first step; then one bucket at the end of each: the next step's first micro-batch sees it
+        # One exchange before the first step, and one at the end of each step, which the next micro-batch sees
         assert sent == [1 + number // accumulate for number in range(4 * accumulate)]
     assert {entry["sent"] for rank in records(folder, "evaluate") for entry in rank} == {5}
 
 
-def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None:
+def test_compression_changes_the_weights(forks: Forks, tmp_path: Path) -> None:
     hooks = {"none": (), "fp16": ("--compress", "fp16"), "bf16": ("--compress", "bf16")}
     digests = {
         result(train(forks, tmp_path / name, 2, "--max-steps", "6", *more))["digest"] for name, more in hooks.items()
@@ -132,7 +132,7 @@ def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None
 # Unused parameters ----------------------------------------------------------------------------------------------
 
 
-def test_unused_parameter_is_torchs_error_and_explained(forks: Forks, tmp_path: Path) -> None:
+def test_unused_parameter_gives_torchs_error_and_an_explanation(forks: Forks, tmp_path: Path) -> None:
     output = forks.ends(*RECORDED, "--options.model", "unused", "--run-dir", tmp_path, world_size=2, code=1)
     assert "Expected to have finished reduction in the prior iteration" in output
     assert "this is: some parameters get no gradient" in output
@@ -144,12 +144,12 @@ def test_unused_parameter_is_allowed_on_request(forks: Forks, tmp_path: Path) ->
 
 
 def test_sync_bn_on_a_cpu_is_refused(forks: Forks, tmp_path: Path) -> None:
-    """With --device=cpu before anything starts: tests/config/test_contradictions.py."""
+    """tests/config/test_contradictions.py tests contradictions that are refused before anything starts."""
     output = forks.ends("train", *DIGITS, "--sync-bn", "--run-dir", tmp_path, world_size=2, code=2)
     assert "sync_bn must be false on a CPU, got true. torch's SyncBatchNorm needs an accelerator." in output
 
 
-def test_ddp_of_one_process_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+def test_ddp_with_one_process_trains_as_without_ddp(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     assert losses(train(forks, tmp_path / "run", 1, "--parallel", "ddp")) == alone
 
 
@@ -157,7 +157,7 @@ def test_ddp_of_one_process_trains_as_without(forks: Forks, alone: list[float], 
 
 
 def say_graphs() -> None:
-    """In the process of a rank: have it say before each evaluation what dynamo has captured."""
+    """Preloaded. Before each evaluation let a rank print how many graphs dynamo has captured."""
     import train.run.evaluation
 
     evaluate = train.run.evaluation.evaluate
@@ -173,7 +173,7 @@ def say_graphs() -> None:
     train.loop.evaluate = counted  # type: ignore[assignment]
 
 
-def test_compiled_model_trains_resumes_and_is_compiled_in_fact(forks: Forks, tmp_path: Path) -> None:
+def test_compiled_model_is_really_compiled_and_resumes(forks: Forks, tmp_path: Path) -> None:
     line = ("train", *DIGITS, "--model", "mlp", "--run-dir", tmp_path)
     for name, steps, compiled in (("eager", 10, False), ("whole", 10, True), ("parts", 6, True), ("parts", 10, True)):
         output = forks.ends(*line, f"--compile={str(compiled).lower()}", "--name", name, "--max-steps", str(steps),
@@ -188,7 +188,7 @@ def test_compiled_model_trains_resumes_and_is_compiled_in_fact(forks: Forks, tmp
     assert compiled_ == pytest.approx(eager, rel=1e-4)
 
 
-def test_compile_without_a_compiler_is_one_line(forks: Forks, tmp_path: Path) -> None:
+def test_compile_without_a_compiler_gives_one_line(forks: Forks, tmp_path: Path) -> None:
     output = forks.ends("train", *DIGITS, "--compile", "--run-dir", tmp_path, env={"PATH": ""}, code=2)
     assert "error: compile needs a C++ compiler" in output
 
@@ -196,7 +196,7 @@ def test_compile_without_a_compiler_is_one_line(forks: Forks, tmp_path: Path) ->
 # DataParallel ---------------------------------------------------------------------------------------------------
 
 
-def test_dp_on_one_device_says_so_and_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
+def test_dp_on_one_device_says_so_and_trains_as_without_dp(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     dp = ("--parallel", "dp", "--device", "cpu")
     output = forks.ends("train", *DIGITS, "--max-steps", str(STEPS), *dp, "--name", "run", "--run-dir", tmp_path)
     assert output.count("dp     one device (cpu): trains as one process does without DataParallel") == 1
@@ -204,7 +204,7 @@ def test_dp_on_one_device_says_so_and_trains_as_without(forks: Forks, alone: lis
 
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> Method:
-    """The method dp, up on a machine with so many GPUs, made up here."""
+    """Return the method dp, set up as on a machine with `count` GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     log = types.SimpleNamespace(info=lambda text: None)
     group = types.SimpleNamespace(device=torch.device("cuda", 0), world_size=1, log=log)
@@ -213,12 +213,12 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> Met
 
 
 @pytest.mark.parametrize("settings", [{"device_ids": "0,2"}, {"device_ids": "1,1"}])
-def test_dp_refuses_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+def test_dp_refuses_missing_and_repeated_devices(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="must name different ones of the 2 visible GPUs"):
         on_gpus(monkeypatch, 2, **settings).wrap(nn.Linear(2, 2))
 
 
-def test_dp_is_for_more_than_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dp_wraps_a_model_only_for_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(on_gpus(monkeypatch, 1).wrap(nn.Linear(2, 2)), nn.Linear)
     assert isinstance(on_gpus(monkeypatch, 3, device_ids="1").wrap(nn.Linear(2, 2)), nn.Linear)
     spread = on_gpus(monkeypatch, 3).wrap(nn.Linear(2, 2))
@@ -237,7 +237,7 @@ def test_dp_on_two_gpus_in_any_order_follows_one_process(forks: Forks, alone: li
 # Choosing -------------------------------------------------------------------------------------------------------
 
 
-def test_methods_are_the_choices_of_the_setting() -> None:
+def test_methods_are_the_choices_of_the_setting_parallel() -> None:
     for name in METHODS:
         assert load_config({"parallel": name}).parallel == name
         assert issubclass(method_class(name), Method)
@@ -245,6 +245,6 @@ def test_methods_are_the_choices_of_the_setting() -> None:
         load_config({"parallel": "dpp"})
 
 
-def test_method_is_ddp_for_several_and_none_for_one() -> None:
+def test_auto_is_ddp_for_several_processes_and_none_for_one() -> None:
     assert [method_name(Config(), world_size) for world_size in (1, 2)] == ["none", "ddp"]
     assert method_name(Config(parallel="ddp"), 1) == "ddp"

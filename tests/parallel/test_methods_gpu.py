@@ -1,4 +1,4 @@
-"""The methods on GPUs, by nccl. Where there is one GPU, two ranks share it."""
+"""The methods on GPUs with NCCL. On a machine with one GPU two ranks share it."""
 
 import os
 import re
@@ -14,13 +14,13 @@ from tests.rigs.jobs import kill, metrics, result
 pytestmark = pytest.mark.gpu
 LINE = ("--device", "cuda", "--tensorboard=false", "--log-every-steps", "1", "--name", "run", "--deterministic")
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--lr", "0.02", "--schedule", "constant", "--save-every-steps", "6")
-# A state of 400 MB, which a rank that is left needs a while to write
+# A state of 400 MB, which takes a surviving rank a while to write
 WIDE = ("--workload", "tests.rigs.faulting_workload:build", "--options.width", "4000000", "--batch-size", "4",
         "--max-steps", "14", "--save-every-steps", "100")
 
 
 def shared() -> None:
-    """Preloaded. nccl takes the ranks for those of two machines, and connects them by sockets."""
+    """Preloaded. Make NCCL take the ranks for ranks of two machines and connect them by sockets."""
     if torch.cuda.device_count() == 1:
         os.environ |= {"NCCL_HOSTID": os.environ.get("RANK", "0"), "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
         joining.check_devices = lambda group: None
@@ -39,7 +39,7 @@ def train(forks: Forks, folder: Path, world_size: int, *more: str, steps: int = 
     return [line["train/loss"] for line in metrics(folder / "run") if "train/loss" in line]
 
 
-# How far the loss may be from that of one GPU in fp32; TF32 and other kernels may be taken for another shape of batch
+# Settings, and the tolerance for the loss against one GPU in fp32. Another batch shape may get TF32 or other kernels
 VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "ddp": ((), 1e-2),
     "fp16 with its scaler": (("--precision", "fp16"), 3e-2),
@@ -52,7 +52,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variant_of_two_ranks_follows_one_and_resumes_to_the_bit(forks: Forks, tmp_path: Path, variant: str) -> None:
+def test_variant_on_two_ranks_follows_one_gpu_and_resumes_exactly(forks: Forks, tmp_path: Path, variant: str) -> None:
     settings, tolerance = VARIANTS[variant]
     alone = train(forks, tmp_path / "alone", 1, "--parallel", "none")
     whole = train(forks, tmp_path / "whole", 2, *settings)
@@ -73,6 +73,6 @@ def test_killed_rank_costs_no_finished_step_while_the_other_waits_in_nccl(
         assert (codes[rank], codes[left]) == (-9, 171), output
     codes, output = run(forks, tmp_path / "killed", 2, *WIDE, *settings)
     assert codes == [0, 0], output
-    # The host is ahead of the GPU: it may have been killed in a step that the GPU had not come to
+    # The host is ahead of the GPU, so the killed host may have been in a step that the GPU had not reached
     assert re.search(r"resumed from step [678], rescued by rank 1 on ", output), output
     assert result(tmp_path / "killed" / "run")["digest"] == result(tmp_path / "whole" / "run")["digest"]

@@ -1,5 +1,5 @@
-"""Every method and every launcher is killed with SIGKILL in the middle, and ends with the weights and the curve of the
-run that nobody disturbed. Kills at random moments, of ddp, are in test_places.py."""
+"""Ranks of every method and launcher are killed with SIGKILL, and the run ends with the weights and losses of an
+undisturbed run. tests/promises/test_places.py kills ranks of ddp at random moments."""
 
 import shutil
 import sys
@@ -11,14 +11,14 @@ import pytest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, ended, free_port, kill, result, start
 
-# 8 steps an epoch, with dropout and data that are drawn anew in each epoch
+# 8 steps an epoch, with dropout and data that are drawn again in each epoch
 LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "14",
         "--save-every-steps", "3", "--log-every-steps", "1", "--tensorboard=false", "--name", "run")
 PATH = {"PYTHONPATH": str(ROOT)}
 
 
 def outcome(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """The digest, and all metrics but those that depend on the clock."""
+    """Return the digest, and all metrics except those that depend on the clock."""
     return result(folder / "run")["digest"], comparable_metrics(folder / "run")
 
 
@@ -31,7 +31,7 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
         2, ("--parallel", "fsdp", "--precision", "bf16", "--optimizer", "adamw", "--lr", "0.01")
     ),
 }
-# Here no rank that is left holds the whole state: a run goes on from its last checkpoint
+# Here no surviving rank has the whole state, so the run resumes from its last checkpoint
 WITHOUT_RESCUE = ("none", "dp on one device", "fsdp in bf16 with adamw")
 
 
@@ -42,7 +42,7 @@ def test_killed_variant_ends_with_the_weights_of_the_undisturbed_run(
     world_size, settings = VARIANTS[variant]
     line = (*LINE, *settings)
     output = forks.ends(*line, "--run-dir", tmp_path / "undisturbed", world_size=world_size)
-    # The last rank in step 8, after the save of step 6; then rank 0, which writes, five steps later
+    # Kill the last rank in step 8, after the save of step 6, and five steps later rank 0, which writes
     for rank, env in ((world_size - 1, kill(world_size - 1, 8)), (0, kill(0, 5))):
         codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size, env=env)
         assert codes[rank] == -9, output
@@ -55,14 +55,14 @@ def test_killed_variant_ends_with_the_weights_of_the_undisturbed_run(
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    """Two ranks, which are the same to the bit however they are started."""
+    """The outcome of two undisturbed ranks, which is the same for every launcher."""
     folder = tmp_path_factory.mktemp("undisturbed")
     forks.ends(*LINE, "--run-dir", folder, world_size=2)
     return outcome(folder)
 
 
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
-def test_ranks_that_met_by_a_url_are_killed_and_go_on(
+def test_killed_ranks_that_met_at_a_url_resume(
     forks: Forks, undisturbed: Any, tmp_path: Path, scheme: str
 ) -> None:
     for env, expected in ((kill(None, 8), [171, -9]), ({}, [0, 0])):
@@ -76,10 +76,10 @@ def test_ranks_that_met_by_a_url_are_killed_and_go_on(
 
 
 @pytest.mark.timeout(900)
-def test_mpirun_that_lost_a_rank_goes_on_when_it_is_run_again(undisturbed: Any, tmp_path: Path) -> None:
+def test_mpirun_that_lost_a_rank_resumes_by_the_same_command(undisturbed: Any, tmp_path: Path) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun here: apt install openmpi-bin")
-    # A second or two after the loss it would kill rank 0 too, which may still write its rescue on a busy machine
+    # By default mpirun kills rank 0 one or two seconds later, and on a busy machine rank 0 may still write its rescue
     patience = ("--mca", "odls_base_sigkill_timeout", "5")
     options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *patience, "-np", "2")
     command = ("mpirun", *options, sys.executable, MAIN)

@@ -1,4 +1,4 @@
-"""The learning rate against its formulas, and which parameters decay."""
+"""The learning rate follows its formulas, and weight decay spares norms and biases."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ RISE = [0.4 * step / 8 for step in range(1, 9)]
     ({"schedule": "cosine"}, half_a_wave(40)),
     ({"schedule": "constant", "warmup_steps": 8}, RISE + [0.4] * 32),
     ({"schedule": "step", "step_epochs": 2, "step_gamma": 0.1, "warmup_steps": 8}, RISE + [0.4] * 12 + [0.04] * 20),
-    ({"schedule": "cosine", "warmup_steps": 8}, RISE + half_a_wave(32)),  # over the steps that are left
+    ({"schedule": "cosine", "warmup_steps": 8}, RISE + half_a_wave(32)),  # over the steps after warm-up
 ])
 def test_rate_follows_the_formula_of_its_schedule(settings: dict[str, Any], expected: list[float]) -> None:
     config = Config(lr=0.4, **settings)
@@ -33,7 +33,7 @@ def test_rate_follows_the_formula_of_its_schedule(settings: dict[str, Any], expe
 
 
 class Net(nn.Module):
-    """One of each kind of parameter, one of them frozen."""
+    """A model with each kind of parameter, and with a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_weight_decay_spares_norms_and_biases(optimizer: Any) -> None:
     }
 
 
-def test_optimizers_are_fused_and_of_the_settings() -> None:
+def test_optimizers_are_fused_and_follow_the_settings() -> None:
     sgd = build_optimizer(nn.Linear(2, 2), Config(momentum=0.8, lr=0.3), CPU)
     adamw = build_optimizer(nn.Linear(2, 2), Config(optimizer="adamw", lr=0.3), CPU)
     assert isinstance(sgd, torch.optim.SGD)

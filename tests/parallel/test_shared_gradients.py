@@ -1,4 +1,4 @@
-"""Two ranks of one host exchange gradients through shared memory: the same bits as with gloo, in every setting."""
+"""Two ranks of one host exchange gradients through shared memory, with the same bits as by gloo in every setting."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from tests.rigs.jobs import metrics, result
 from train.parallel import methods
 from train.parallel.shared_gradients import PART, SharedGradients, average, share_gradients
 
-# A part of shared memory and a bit, half of one, and a single number; in one bucket or in several
+# Parameters of a bit more than a part of shared memory, of half a part, and of few numbers, in one or several buckets
 SIZES = ((PART + 77,), (PART // 2, 1), (3,))
 STEPS = 8
 EXCHANGED = "exchanged through shared memory"
@@ -25,12 +25,12 @@ LINE = ("train", "--dataset=digits", "--model=cnn", "--limit-train=256", f"--max
         "--tensorboard=false", "--name=run")
 
 
-def test_mean_is_gloos_to_the_bit(forks: Forks) -> None:
+def test_mean_through_shared_memory_equals_gloos_bit_for_bit(forks: Forks) -> None:
     forks.ends(world_size=2, preload="tests.parallel.test_shared_gradients:compare_with_gloo")
 
 
 def compare_with_gloo() -> None:
-    """In each of two ranks: gradients of all magnitudes go through DDP with the hook and without."""
+    """Runs in each rank. Compare gradients of all magnitudes that go through DDP with the hook and without it."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
     files = set(os.listdir("/dev/shm"))
@@ -49,7 +49,7 @@ def compare_with_gloo() -> None:
             for step in range(4):
                 wanted = [magnitudes(parameter, draw) for parameter in modules[0].parameters()]
                 for model, module in zip(wrapped, modules, strict=True):
-                    if step == 2:  # two backward passes, of which the second one exchanges what both added up
+                    if step == 2:  # two backward passes; the second one exchanges the sum of both
                         with model.no_sync():
                             model(wanted).backward()
                     model(wanted).backward()
@@ -64,7 +64,7 @@ def compare_with_gloo() -> None:
 
 
 class Weights(nn.Module):
-    """Its gradients are what the forward pass is given."""
+    """A model whose gradients are the arguments of its forward pass."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Weights(nn.Module):
 
 
 def magnitudes(like: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Numbers of all magnitudes, with the smallest that there are and the largest."""
+    """Return numbers of all magnitudes, including -0, infinity and the smallest normal number."""
     numbers = torch.randn(like.shape, generator=draw, dtype=like.dtype)
     numbers *= 10 ** (80 * torch.rand(like.shape, generator=draw, dtype=like.dtype) - 42)
     numbers.view(-1)[:3] = torch.tensor([-0.0, torch.inf, torch.finfo(like.dtype).tiny], dtype=like.dtype)
@@ -89,7 +89,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_run_gives_the_weights_of_ranks_on_two_hosts(forks: Forks, tmp_path: Path, variant: str) -> None:
+def test_run_on_one_host_gives_the_weights_of_two_hosts(forks: Forks, tmp_path: Path, variant: str) -> None:
     near, exchanges = train(forks, tmp_path / "near", *VARIANTS[variant], preload="near")
     assert exchanges == 2 * (STEPS + ("looked for" not in variant))  # one before the first step fixes the buckets
     far, exchanges = train(forks, tmp_path / "far", *VARIANTS[variant], preload="far")
@@ -103,14 +103,14 @@ def test_three_ranks_leave_their_sums_to_gloo(forks: Forks, tmp_path: Path) -> N
 
 
 def train(forks: Forks, folder: Path, *more: str, preload: str, world_size: int = 2) -> tuple[Path, int]:
-    """The run's folder, and how many exchanges through shared memory there were."""
+    """Train. Return the run's folder and the number of exchanges through shared memory."""
     output = forks.ends(*LINE, *more, f"--run-dir={folder}", world_size=world_size,
                         preload=f"tests.parallel.test_shared_gradients:{preload}")
     return folder / "run", output.count(EXCHANGED)
 
 
 def near() -> None:
-    """Preloaded: print a line for each exchange through shared memory."""
+    """Preloaded. Print a line for each exchange through shared memory."""
 
     def counted(shared: SharedGradients, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         os.write(2, f"{EXCHANGED}\n".encode())
@@ -120,23 +120,23 @@ def near() -> None:
 
 
 def far() -> None:
-    """Preloaded: the same for ranks that find no link to each other, as on two hosts."""
+    """Preloaded. Do the same for ranks that find no shared memory, as on two hosts."""
     near()
     methods.share_gradients = lambda group: None
 
 
-# A rank that ends, and others than these two --------------------------------------------------------------------------
+# A rank that ends, and ranks of other hosts and users -----------------------------------------------------------------
 
 
-def test_rank_that_ends_wakes_the_one_that_waits_for_it(forks: Forks) -> None:
-    """Even though a child of it lives on, as DataLoader workers do for a moment."""
+def test_rank_that_ends_wakes_the_rank_that_waits_for_it(forks: Forks) -> None:
+    """A child of the ended rank lives on, as DataLoader workers do for a moment."""
     with forks.running(world_size=2, preload="tests.parallel.test_shared_gradients:lose_a_rank") as job:
         assert job.wait() == [7, -9], job.output
         job.processes[1].kill()  # the child
 
 
 def lose_a_rank() -> None:
-    """In each of the two ranks: the last one is killed, the other waits for it."""
+    """Runs in each rank. Rank 1 is killed while rank 0 waits for it."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
     shared = share_gradients(group_of(rank, 2))
@@ -146,7 +146,7 @@ def lose_a_rank() -> None:
         if os.fork() == 0:
             signal.pause()
         os.kill(os.getpid(), signal.SIGKILL)
-    for code in (1, 2):  # and again
+    for code in (1, 2):  # a second wait fails too
         with contextlib.suppress(dist.DistNetworkError):
             shared.meet()
             os._exit(code)
@@ -161,7 +161,7 @@ def test_rank_of_another_host_or_user_leaves_both_to_gloo(forks: Forks, where: s
 
 
 def meet_nobody() -> None:
-    """In each of the two ranks: the number of the other rank's process is that of another one here."""
+    """Runs in each rank. The pid that the other rank sends is that of another process here."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
     files = os.listdir("/proc/self/fd")
@@ -172,7 +172,7 @@ def meet_nobody() -> None:
 
 
 def meet_another_user() -> None:
-    """In each of the two ranks: the first one may open what the other one has, but not the other way round."""
+    """Runs in each rank. Rank 0 may open the other rank's memory, but rank 1 may not."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
     if rank == 1:

@@ -152,7 +152,7 @@ class InFolder:
             remove_unfinished(checkpoints)
             lineage = Lineage.read(self.run_dir) or Lineage.new(name, "")
             step = newest_good_step(checkpoints)
-            lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
+            lineage.add_attempt(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(self.run_dir, check=lease.check)
             discard(self.run_dir / "result.json", check=lease.check)
 
@@ -222,7 +222,7 @@ class AtSecondPlace:
             step = newest_good_step(run_dir / "checkpoints")
             if not num_saves:
                 return
-            lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
+            lineage.add_attempt(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(run_dir)
             place.run = lineage.run
             for number in range(1, num_saves + 1):
@@ -315,7 +315,7 @@ def test_mirror_that_failed_at_the_opening_stays_with_its_newer_owner(tmp_path: 
     late, lineage = runs.open("late", run_dir), Lineage.read(run_dir)  # it asked the mirror in vain
     assert lineage is not None
     runs.attempt("other", 2, None)
-    lineage.go_on("late", step=1, writer="first")
+    lineage.add_attempt("late", step=1, writer="first")
     lineage.write(run_dir)
     late.run = lineage.run
     path = save(run_dir / "checkpoints", 2, keep=1, attempt="late", run=lineage.run)

@@ -195,22 +195,22 @@ def read_run(folder: Path) -> None:
 
 def frames() -> Files:
     me = Member("t1", 0, 2, 2, "node0", 1, 9.0, settings={"a": "b"})
-    end = End(1, "", 1, "x", 7).message()
+    end = End(1, "", 1, "x", 7).entry()
     said = [encode("hello", **asdict(me), n=0),
             encode("alive", ranks=[{"rank": 0, "ago_s": 0.1}]), encode("ready", n=1, problem=""), encode("ask"),
             encode("stop", signal="SIGTERM"), encode("standing", n=1, step=3),
-            encode("ending", n=1, rank=1, code=1, cause="x"), encode("end", n=1, **end)]
+            encode("ending", n=1, **end), encode("end", n=1, **end)]
     return {"frames": b"".join(said)}
 
 
 async def read_frames(data: bytes) -> None:
     def hear(member: Member, message: Any) -> None:  # as the agent of rank 0 does
         if message["is"] == "end":
-            ends.add(End.read(message, member.host))
+            ends.add(End.read(message))
         elif message["is"] == "ending":
-            leader.lose_by(member, message)
+            leader.lose_by(member, End.read(message))
         elif message["is"] == "stop":
-            leader.stop(str(message["signal"]))
+            leader.stop(message["signal"])
 
     async def prepare(n: int) -> dict[str, Any]:
         return {}
@@ -236,7 +236,7 @@ def words() -> Files:
             encode("ranks", ranks=[{"ago_s": 0.1}], nodes=[]), encode("alive"),
             encode("lost", n=1, ranks=[0], host="node0", why="its process has ended", code=137),
             encode("spare", basis=basis), encode("left_out", why="x"), encode("basis", basis=basis)]
-    end = End(1, "", 1, "x", 7).message()
+    end = End(1, "", 1, "x", 7).entry()
     rank = encode("rank", local_rank=1) + encode("ask") + encode("end", **end) + encode("stop", signal="SIGINT")
     return {"leader": b"".join(said) + encode("over", code=0, text=""), "rank": rank}
 

@@ -157,7 +157,7 @@ class Cluster:
         self.processes(index, ranks=ranks)[0].send_signal(number)
 
     def hit_rank(self, index: int, number: int) -> None:
-        """Send a signal to the rank in a pod, at the same time."""
+        """Send a signal to the rank in a pod, under the same condition as `hit`."""
         (rank,) = [process for process in self.processes(index) if rank_of(process) == index]
         rank.send_signal(number)
 

@@ -15,7 +15,7 @@ import rankup
 
 
 class Stream:
-    """16 batches an epoch for each rank. They depend on what the last epoch left, which only the state tells."""
+    """16 batches an epoch for each rank. They depend on all earlier batches, which only the state records."""
 
     def __init__(self, rank: int) -> None:
         self.walk, self.given = torch.full((8,), float(rank)), 0

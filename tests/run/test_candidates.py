@@ -186,8 +186,8 @@ def test_rescue_whose_settings_have_no_effect_on_the_weights_is_taken(node: Node
 def test_line_of_attempts_goes_through_what_the_run_went_on_from_alone(tmp_path: Path) -> None:
     lineage = Lineage.new("first", "start")
     assert (lineage.attempts, lineage.begun_by) == ([], "first")
-    lineage.go_on("first", step=0, writer=None)
-    lineage.go_on("second", step=8, writer="first")
+    lineage.add_attempt("first", step=0, writer=None)
+    lineage.add_attempt("second", step=8, writer="first")
     lineage.write(tmp_path)
     again = Lineage.read(tmp_path)
     assert again == lineage
@@ -195,12 +195,12 @@ def test_line_of_attempts_goes_through_what_the_run_went_on_from_alone(tmp_path:
     assert not again.has(9, "first"), "the run went on without it"
     assert again.has(99, "second")
     assert not again.has(8, "third")
-    again.go_on("third", step=4, writer="first")  # what the second did is done again
+    again.add_attempt("third", step=4, writer="first")  # what the second did is done again
     assert (again.attempts, again.number) == ([["first", 0], ["third", 4]], 3)
     assert again.has(4, "first")
     assert not again.has(8, "first")
     assert not again.has(9, "second")
-    again.go_on("fourth", step=6, writer="of a line that nobody knows")
+    again.add_attempt("fourth", step=6, writer="of a line that nobody knows")
     assert again.has(6, "of a line that nobody knows")
-    again.go_on("fifth", step=0, writer=None)
+    again.add_attempt("fifth", step=0, writer=None)
     assert again.attempts == [["fifth", 0]]

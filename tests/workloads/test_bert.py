@@ -1,4 +1,4 @@
-"""A BERT's folder: its vocabulary, its weights, its mistakes. What is trained with it: test_bert_runs.py."""
+"""A BERT's folder: its vocabulary, its weights, and mistakes in it. test_bert_runs.py trains with it."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A copy, to be spoilt."""
+    """A copy of the folder, which a test may damage."""
     return Path(shutil.copytree(made, tmp_path / "bert"))
 
 
@@ -46,7 +46,7 @@ def build(
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the log is told from now on."""
+    """A list of the messages that are logged from now on."""
     told: list[str] = []
     monkeypatch.setattr(LOG, "info", told.append)
     return told
@@ -58,7 +58,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     "options", [{}, {"do_lower_case": False}, {"tokenize_chinese_chars": False, "strip_accents": False}]
 )
-def test_words_are_those_of_transformers(folder: Path, options: dict[str, bool]) -> None:
+def test_tokenizer_gives_the_tokens_of_transformers(folder: Path, options: dict[str, bool]) -> None:
     from transformers import BertTokenizer
 
     (folder / "tokenizer_config.json").write_text(json.dumps(options))
@@ -70,17 +70,17 @@ def test_words_are_those_of_transformers(folder: Path, options: dict[str, bool])
     assert words(texts) == (expected, 0)
     assert sum(token == 1 for row in expected[:900] for token in row) < 0.2 * sum(map(len, expected[:900]))
     theirs.save_pretrained(folder)
-    (folder / "vocab.txt").unlink()  # what transformers 5 saves has tokenizer.json alone
+    (folder / "vocab.txt").unlink()  # transformers 5 saves only tokenizer.json
     assert WordPieceTokenizer(folder, max_seq_len=1000)(texts) == (expected, 0)
 
 
-def test_words_that_look_like_padding_are_none(made: Path) -> None:
+def test_words_that_look_like_special_tokens_are_plain_text(made: Path) -> None:
     ((row,), _) = WordPieceTokenizer(made, max_seq_len=20)(["a [PAD] [SEP] b"])
     assert row.count(0) == 0
     assert row.count(3) == 1
 
 
-def test_words_beyond_the_length_are_cut_and_end_as_all_do(made: Path) -> None:
+def test_long_texts_are_cut_and_keep_their_end_token(made: Path) -> None:
     long, short = "a soup " * 30, "soup"
     rows, num_cut = WordPieceTokenizer(made, max_seq_len=10)([long, short])
     whole, _ = WordPieceTokenizer(made, max_seq_len=1000)([long, short])
@@ -88,7 +88,7 @@ def test_words_beyond_the_length_are_cut_and_end_as_all_do(made: Path) -> None:
     assert num_cut == 1
 
 
-def test_cut_texts_are_told_once_for_each_part(made: Path, notes: list[str]) -> None:
+def test_cut_texts_are_reported_once_for_each_part(made: Path, notes: list[str]) -> None:
     load(config_of(made, max_seq_len=12))
     assert [sum(f"{part}.txt" in note and "longer than max_seq_len=12: cut" in note for note in notes) for part in
             ("train", "dev")] == [1, 1]
@@ -102,7 +102,7 @@ def test_cut_texts_are_told_once_for_each_part(made: Path, notes: list[str]) -> 
 # Weights --------------------------------------------------------------------------------------------------------
 
 
-def test_bert_is_that_of_transformers_and_does_not_see_the_padding(made: Path) -> None:
+def test_bert_equals_that_of_transformers_and_ignores_padding(made: Path) -> None:
     words, model = build(made)
     theirs = of_transformers(made).eval()
     theirs.load_state_dict(model.state_dict())  # strict: the same names
@@ -118,7 +118,7 @@ def test_bert_is_that_of_transformers_and_does_not_see_the_padding(made: Path) -
         assert not torch.allclose(theirs(input_ids=tokens).logits, expected)  # the mask matters
 
 
-def test_head_is_the_seeds_and_the_encoder_the_folders(made: Path) -> None:
+def test_head_comes_from_the_seed_and_the_encoder_from_the_folder(made: Path) -> None:
     saved = {key.removeprefix("bert."): value for key, value in load_file(made / "model.safetensors").items()}
     one, again, other = (build(made, seed=seed)[1] for seed in (1, 1, 2))
     for key, value in one.bert.state_dict().items():
@@ -128,7 +128,7 @@ def test_head_is_the_seeds_and_the_encoder_the_folders(made: Path) -> None:
     assert not torch.equal(one.classifier.weight, other.classifier.weight)
 
 
-def test_dropout_is_ours_everywhere(made: Path) -> None:
+def test_setting_of_dropout_applies_to_all_layers(made: Path) -> None:
     for dropout in (0.0, 0.25):
         model = build(made, dropout=dropout)[1]
         rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
@@ -154,14 +154,14 @@ CHANGES: dict[str, tuple[Callable[[Weights], Weights], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_weights_are_read_as_they_are_published(made: Path, folder: Path, change: str) -> None:
+def test_weights_are_read_in_each_published_form(made: Path, folder: Path, change: str) -> None:
     function, name = CHANGES[change]
     change_weights(folder, function, name=name)
     given, expected = build(folder)[1].state_dict(), build(made)[1].state_dict()
     assert all(torch.equal(given[key], value) for key, value in expected.items())
 
 
-def test_weights_in_several_files_and_in_halves_are_read(made: Path, folder: Path) -> None:
+def test_weights_in_several_files_and_half_precision_are_read(made: Path, folder: Path) -> None:
     weights = {key: value.half() for key, value in load_file(folder / "model.safetensors").items()}
     (folder / "model.safetensors").unlink()
     keys = sorted(weights)
@@ -178,7 +178,7 @@ def test_weights_in_several_files_and_in_halves_are_read(made: Path, folder: Pat
         build(folder)
 
 
-def test_weights_that_are_left_out_and_a_pooler_that_is_missing_are_told(
+def test_skipped_weights_and_a_missing_pooler_are_reported(
     made: Path, folder: Path, notes: list[str]
 ) -> None:
     build(made)
@@ -237,7 +237,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_folder_that_is_no_bert_is_one_line(folder: Path, mistake: str) -> None:
+def test_folder_that_is_no_bert_gives_one_line(folder: Path, mistake: str) -> None:
     spoil, message = MISTAKES[mistake]
     spoil(folder)
     with pytest.raises(UserError, match=message) as caught:
@@ -247,13 +247,13 @@ def test_folder_that_is_no_bert_is_one_line(folder: Path, mistake: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hfl/chinese-bert-wwm-ext", "/no/such/folder/at/all", __file__])
-def test_folder_that_is_not_there_is_named(name: str) -> None:
+def test_missing_bert_folder_is_named(name: str) -> None:
     with pytest.raises(UserError, match=f"bert_dir must be a folder, got {name}, which is not one here") as caught:
         build(name)
     assert "\n" not in str(caught.value)
 
 
-def test_missing_package_is_one_line_with_the_command_that_installs_it(
+def test_missing_package_transformers_gives_one_line_with_the_way_out(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -1,4 +1,4 @@
-"""A BERT from training to prediction, on any number of processes, by every method that can train it."""
+"""A BERT from training to prediction, on any number of ranks, with every method that can train it."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ from tests.rigs.jobs import losses_of, result
 from tests.rigs.tiny_bert import SLOW, change_json, make_bert, of_transformers, sample_texts
 from train.workloads.text import TextSamples
 
-# As in test_parallel.py: a constant, small rate, and no dropout, which each rank draws for itself
+# As in tests/parallel/test_methods.py, the rate is constant and small. There is no dropout, which differs on each rank
 LINE = ("--workload", "text", "--tensorboard=false", "--batch-size", "60", "--max-seq-len", "40",
         "--optimizer", "adamw", "--lr", "0.002", "--schedule", "constant", "--log-every-steps", "1")
 STEPS = 36
@@ -52,13 +52,13 @@ def alone(jobs: Forks, bert: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     run = tmp_path_factory.mktemp("alone") / "run"
     output = train(jobs, bert, run, 1)
     assert output.count("left out what config.json does not describe") == 1
-    assert min(losses(run)[-5:]) < 0.7 * losses(run)[0]  # a curve that stays where it was would prove nothing
+    assert min(losses(run)[-5:]) < 0.7 * losses(run)[0]  # a flat curve would prove nothing
     return run
 
 
-# In bf16, and sent as bf16: tests/parallel/test_methods.py
+# tests/parallel/test_methods.py tests bf16 and gradients sent as bf16
 @pytest.mark.parametrize("method", ["ddp", "fsdp"])
-def test_bert_follows_one_process_and_its_weights_fit_everywhere(
+def test_bert_follows_one_process_and_its_weights_fit_each_method(
     jobs: Forks, bert: Path, alone: Path, tmp_path: Path, method: str
 ) -> None:
     run, arguments = tmp_path / "run", ("--parallel", method)
@@ -66,7 +66,7 @@ def test_bert_follows_one_process_and_its_weights_fit_everywhere(
     assert losses(run) == pytest.approx(losses(alone), rel=1e-3)
     model = of_transformers(bert)
     model.load_state_dict(weights_of(run))  # strict
-    # The weights of one process fit this method, and back.
+    # The weights of one process fit this method, and those of this method fit one process
     of_alone = ("--init-from", str(checkpoint_of(alone)), "--max-steps", "1")
     output = train(jobs, bert, tmp_path / "from", 2, *arguments, *of_alone)
     assert f"{len(weights_of(run))} of {len(weights_of(run))} tensors" in output
@@ -79,7 +79,7 @@ def checkpoint_of(run: Path) -> Path:
     return found
 
 
-def test_bert_killed_and_run_again_without_the_folders_weights_has_the_same(
+def test_killed_bert_resumes_without_the_folders_weights(
     jobs: Forks, bert: Path, tmp_path: Path
 ) -> None:
     own = Path(shutil.copytree(bert, tmp_path / "bert"))
@@ -92,15 +92,15 @@ def test_bert_killed_and_run_again_without_the_folders_weights_has_the_same(
     output = train(jobs, own, tmp_path / "killed", 2, *more)
     assert "resumed from step 7, rescued by rank 0 on " in output
     assert result(tmp_path / "killed")["digest"] == result(tmp_path / "whole")["digest"]
-    # A run that begins does need them
+    # A new run needs the folder's weights
     output = jobs.ends(*line, "--fresh", code=2)
     assert "must hold weights that load, got: Error no file named" in output
 
 
-def test_bert_evaluates_and_predicts_with_words_and_config_alone(
+def test_bert_evaluates_and_predicts_without_the_folders_weights(
     jobs: Forks, bert: Path, alone: Path, tmp_path: Path
 ) -> None:
-    """That any number of ranks counts the same: test_text.py."""
+    """test_text.py tests that evaluation is equal on any number of ranks."""
     own = Path(shutil.copytree(bert, tmp_path / "elsewhere"))
     (own / "model.safetensors").unlink()
     where = ("--name", "run", "--run-dir", alone.parent, "--bert-dir", own)
@@ -120,7 +120,7 @@ def test_bert_evaluates_and_predicts_with_words_and_config_alone(
 
 
 def expected_labels(bert: Path, run: Path, texts: list[str]) -> list[str]:
-    """By transformers itself, one text after the other, without padding."""
+    """Return the labels that transformers itself predicts, one text at a time and without padding."""
     from train.workloads.bert import WordPieceTokenizer
 
     model = of_transformers(bert).eval()
@@ -143,10 +143,10 @@ SPOILT: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_checkpoint_with_another_folder_is_refused(
+def test_checkpoint_with_another_bert_folder_is_refused(
     jobs: Forks, bert: Path, alone: Path, tmp_path: Path, spoilt: str
 ) -> None:
-    """Other heads or tokens may have the same shapes: the checkpoint would load, and mean something else."""
+    """Weights for other heads or tokens may have the same shapes: the checkpoint would load with another meaning."""
     own = Path(shutil.copytree(bert, tmp_path / "bert"))
     spoil, message = SPOILT[spoilt]
     spoil(own)

@@ -1,7 +1,7 @@
-"""train/migrate.md: each script runs unchanged, the workload trains, and both come to the same loss and weights.
+"""train/migrate.md: each script runs unchanged, the workload trains, and both reach the same loss and weights.
 
-They begin with the same weights. Each step's batch is the whole data, so that the order of the samples, which no two
-programs draw alike, changes nothing but the last bits of a sum.
+Both begin with the same weights. Each batch is the whole data set, because no two programs draw the same order of
+samples. The order then changes only the last bits of sums.
 """
 
 import re
@@ -23,7 +23,7 @@ from tests.rigs.listings import workload as workload_of
 
 FOLDER = ROOT / "tests" / "rigs" / "foreign"
 PAGE, SAMPLES, EPOCHS = "train/migrate.md", 512, 20
-# What stands in the script's loop
+# The same settings as in the script's loop
 LOOP = ("--lr", "0.1", "--momentum", "0.9", "--weight-decay", "0", "--schedule", "constant", "--epochs", str(EPOCHS))
 
 
@@ -43,7 +43,7 @@ class Pair:
         return text
 
     def folder(self, parent: Path) -> Path:
-        """A user's own, with the script, the workload, and the weights that the script begins with."""
+        """Make a user's folder with the script, the workload, and the weights with which the script begins."""
         folder = parent / "project"
         folder.mkdir()
         shutil.copy(FOLDER / "rings.py", folder)
@@ -65,14 +65,14 @@ PAIRS = (
 
 
 def net() -> torch.nn.Module:
-    """The model of all scripts, built with the random state as it is."""
+    """Build the model of all scripts with the present random state."""
     model: torch.nn.Module = runpy.run_path(str(FOLDER / "rings.py"))["Net"]()
     return model
 
 
 def script(loaded: Forks, pair: Pair, folder: Path) -> str:
-    """What the script prints, unchanged: with torchrun's variables, or started by horovodrun. Under `launch`:
-    tests/commands/test_foreign.py, and Lightning's on Slurm."""
+    """Run the unchanged script with torchrun's variables, or by horovodrun. Return its output. tests/commands/
+    test_foreign.py runs scripts under `launch`, and Lightning's also runs on Slurm."""
     words = (f"before_{pair.name}.py", "--batch-size", str(SAMPLES // pair.world_size))
     if pair.name == "horovod":  # only horovodrun tells Horovod's ranks of each other
         runner = Path(sys.executable).with_name("horovodrun")
@@ -84,7 +84,7 @@ def script(loaded: Forks, pair: Pair, folder: Path) -> str:
 
 
 def workload(forks: Forks, pair: Pair, folder: Path, module: str) -> Path:
-    """The run of the workload."""
+    """Train the workload. Return its run."""
     line = ("train", "--workload", f"{module}:build", "--batch-size", str(SAMPLES), *LOOP, "--init-from", "first.pt",
             "--parallel", pair.method, "--eval-batch-size", "64", "--tensorboard=false")
     forks.ends(*line, world_size=pair.world_size, cwds=[folder] * pair.world_size)
@@ -98,7 +98,7 @@ def workload(forks: Forks, pair: Pair, folder: Path, module: str) -> Path:
         )) for pair in PAIRS
     ],
 )
-def test_script_and_its_workload_come_to_the_same_loss_and_weights(
+def test_script_and_workload_reach_the_same_loss_and_weights(
     forks: Forks, loaded: Forks, pair: Pair, tmp_path: Path
 ) -> None:
     folder = pair.folder(tmp_path)
@@ -115,8 +115,8 @@ def test_script_and_its_workload_come_to_the_same_loss_and_weights(
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_script_that_keeps_its_loop_is_a_workload_beside_it(forks: Forks, tmp_path: Path) -> None:
-    """Its functions at the end of the script: both ways start from one file."""
+def test_script_can_keep_its_loop_and_be_a_workload_too(forks: Forks, tmp_path: Path) -> None:
+    """The functions of the workload stand at the end of the script, so one file starts both ways."""
     pair = PAIRS[0]
     folder = pair.folder(tmp_path)
     both = folder / "both.py"
@@ -125,7 +125,7 @@ def test_script_that_keeps_its_loop_is_a_workload_beside_it(forks: Forks, tmp_pa
     assert result(workload(forks, pair, folder, "both"))["metrics"]["loss"] < 0.6
 
 
-def test_page_shows_how_long_the_scripts_and_the_workload_are() -> None:
+def test_page_names_the_lengths_of_scripts_and_workload() -> None:
     page = (ROOT / PAGE).read_text()
     texts = [(pair.script(), workload_of(PAGE)) for pair in PAIRS]
     lengths = [[str(len(text.splitlines())) for text in pair] for pair in texts]

@@ -1,4 +1,4 @@
-"""Texts: files and their mistakes, batches of similar length, and a run from training to prediction."""
+"""Texts: files and mistakes in them, batches of texts of similar length, and a run from training to prediction."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ GOOD = "food\ta warm soup\nsports\ta late goal\nfood\t热汤\n"
 
 
 def texts_in(folder: Path, **files: str | bytes) -> Config:
-    """Settings for a folder with those files: `train`, `dev` and so on, or with an ending, `train_tsv`."""
+    """Write files such as `train` and `dev`, or `train_tsv` for train.tsv, to a folder. Return settings for it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         stem, _, ending = name.partition("_")
@@ -33,11 +33,11 @@ def texts_in(folder: Path, **files: str | bytes) -> Config:
 # Files ----------------------------------------------------------------------------------------------------------
 
 
-def test_texts_that_ship_stand_once_each() -> None:
+def test_shipped_texts_have_no_duplicates() -> None:
     names = sorted(path.name for path in SAMPLE.iterdir())
     assert names == ["dev.txt", "test.txt", "train.txt"]
     lines = [line for name in names for line in (SAMPLE / name).read_text(encoding="utf-8").splitlines()]
-    assert len(set(lines)) == len(lines) == 1200  # none to train on is among those to test on
+    assert len(set(lines)) == len(lines) == 1200  # no text is in two parts
     assert sum(not line.isascii() for line in lines) > 400
 
 
@@ -48,19 +48,19 @@ def test_texts_of_a_folder_have_the_labels_of_the_training_part(tmp_path: Path) 
     assert train.labels == ("food", "sports", "food")
     assert (evaluation.texts, evaluation.labels) == (("a\tgoal",), ("sports",))
     numbers = CharacterTokenizer(train.texts, max_seq_len=11).number
-    assert [*numbers.items()][:2] == [("a", 3), (" ", 4)]  # five of the first, four of the second
+    assert [*numbers.items()][:2] == [("a", 3), (" ", 4)]  # there are five "a" and four spaces
 
 
-def test_texts_in_windows_files_are_the_same(tmp_path: Path) -> None:
+def test_texts_of_windows_files_are_the_same(tmp_path: Path) -> None:
     windows = b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()
     plain = build(texts_in(tmp_path / "a" / "texts", train=GOOD, dev=GOOD))
     marked = build(texts_in(tmp_path / "b" / "texts", train=windows, dev=GOOD))
     assert plain.data_name.startswith("texts-")
-    assert marked.data_name == plain.data_name  # with a digest of the texts and labels
+    assert marked.data_name == plain.data_name  # has a digest of the texts and labels
 
 
 def test_texts_in_the_layout_of_cnews_are_found(tmp_path: Path) -> None:
-    (tmp_path / "._cnews.train.txt").write_bytes(b"\0\5\x16")  # what macOS leaves beside a file
+    (tmp_path / "._cnews.train.txt").write_bytes(b"\0\5\x16")  # macOS writes such files
     for name, text in (("train", GOOD), ("val", "food\tval\n"), ("test", "food\ttest\n"), ("vocab", "a\n")):
         (tmp_path / f"cnews.{name}.txt").write_text(text, encoding="utf-8")
     for split, text in (("dev", "val"), ("test", "test")):
@@ -87,13 +87,13 @@ def test_bad_lines_are_counted_and_named(tmp_path: Path) -> None:
     ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
     ({"train": GOOD, "train_tsv": GOOD, "dev": GOOD}, "must hold one train file, got train.tsv and train.txt"),
 ])
-def test_folder_that_holds_no_texts_is_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+def test_folder_without_valid_texts_gives_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_texts(texts_in(tmp_path, **files))
     assert "\n" not in str(caught.value)
 
 
-def test_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_folder_of_texts_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path}/none: cannot be read"):
         load_texts(Config(workload="text", data_dir=str(tmp_path / "none")))
 
@@ -114,11 +114,11 @@ def test_order_by_length_takes_each_sample_once(pool: int) -> None:
         assert sorted(order.epoch(epoch).tolist()) == list(range(1003))
     assert not torch.equal(order.epoch(0), order.epoch(1))
     plain = EpochSampler(1003, 24, 5)
-    # Which samples are left out does not depend on their lengths.
+    # Lengths do not decide which samples are left out
     assert set(order.epoch(3)[-19:].tolist()) == set(plain.epoch(3)[-19:].tolist())
 
 
-def test_order_by_length_saves_padding_and_keeps_chance() -> None:
+def test_order_by_length_saves_padding_and_stays_random() -> None:
     def padded(order: EpochSampler) -> int:
         return sum(int(LENGTHS[indices].max()) * len(indices) for indices in order)
 
@@ -135,7 +135,7 @@ def test_batch_is_as_long_as_its_longest_text() -> None:
     assert samples.batch(torch.tensor([2]), 0)[0].shape == (1, 11)
 
 
-def test_encoder_does_not_see_the_padding() -> None:
+def test_encoder_ignores_padding() -> None:
     torch.manual_seed(0)
     model = TextEncoder(vocabulary=9, num_classes=3, dropout=0.0)
     tokens = torch.randint(1, 9, (4, 6))
@@ -144,8 +144,8 @@ def test_encoder_does_not_see_the_padding() -> None:
     assert not torch.allclose(model(tokens[:, :3]), model(tokens))
 
 
-def test_scores_are_those_of_their_definition() -> None:
-    # By hand. Class 2 is never predicted, class 3 neither there nor predicted
+def test_class_scores_and_macro_f1_follow_their_definitions() -> None:
+    # Computed by hand. Class 2 is never predicted, and class 3 is neither predicted nor true
     confusion = torch.tensor([[3, 1, 0, 0], [1, 4, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0]])
     rows = class_scores(confusion, ("a", "b", "c", "d"))
     assert [row["samples"] for row in rows] == [4, 5, 2, 0]
@@ -157,13 +157,13 @@ def test_scores_are_those_of_their_definition() -> None:
     assert macro_f1(torch.tensor([[3, 1], [0, 0]])) == pytest.approx((6 / 7 + 0) / 2)
 
 
-def test_table_of_scores_has_all_classes_or_is_left_out() -> None:
+def test_table_of_scores_has_all_classes_or_is_omitted() -> None:
     names = tuple(f"类 {number}" for number in range(MOST + 1))
     sums = {"confusion": torch.eye(MOST, dtype=torch.int64)}
     text, details = report(sums, names[:MOST])
     assert [text.count(name + " ") for name in names] == [2] * MOST + [0]
     assert [row["class"] for row in details["classes"]] == [*names[:MOST]]
-    # Of more than can be read, of others, of none
+    # Too many classes to read, a matrix of another number of classes, no matrix
     for found in ({"confusion": torch.eye(MOST + 1, dtype=torch.int64)}, sums, {"correct": torch.ones(2)}):
         assert report(found, names) == ("", {})
 
@@ -180,7 +180,7 @@ def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_texts_are_learned_alike_by_one_and_by_two(forks: Forks, trained: Path, tmp_path: Path) -> None:
+def test_one_and_two_ranks_learn_the_texts_equally(forks: Forks, trained: Path, tmp_path: Path) -> None:
     output = forks.ends("train", *LINE, "--epochs", "4", "--name", "two", "--run-dir", tmp_path, world_size=2)
     assert "macro_f1" in output
     alone, two = result(trained)["metrics"], result(tmp_path / "two")["metrics"]

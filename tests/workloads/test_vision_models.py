@@ -1,4 +1,4 @@
-"""Models: the small ones, torchvision's classifiers for any channels and classes, and what is refused."""
+"""The small models, torchvision's classifiers for any number of channels and classes, and models that are refused."""
 
 import warnings
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from rankup.errors import UserError
 from train.workloads.images import build_model
 
-# Those that need special treatment, and some of the common kinds, with the smallest round size that they take
+# Models that need special treatment, and some common ones, with the smallest round image size that they accept
 FAMILIES = {
     "densenet121": 32, "efficientnet_b0": 28, "googlenet": 28, "inception_v3": 96, "mobilenet_v3_small": 28,
     "resnet18": 28, "squeezenet1_1": 28, "swin_t": 28, "vit_b_16": 32,
@@ -23,7 +23,7 @@ def build(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_classifier_takes_grey_images_and_ten_classes(name: str) -> None:
+def test_classifiers_accept_grey_images_and_ten_classes(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = build(name, size=FAMILIES[name])
@@ -53,7 +53,7 @@ def test_initial_weights_come_from_the_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cnn", "mlp", "vit_b_16", "mobilenet_v3_small"])
-def test_dropout_is_passed_on(name: str) -> None:
+def test_dropout_is_passed_to_the_model(name: str) -> None:
     model = build(name, size=32, dropout=0.25)
     assert 0.25 in {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
 
@@ -67,7 +67,7 @@ def test_dropout_is_passed_on(name: str) -> None:
     ("quantized_resnet18", {}, 'or a torchvision classifier, got "quantized_resnet18"'),
     ("resnet18", {"dropout": 0.3}, r"dropout can't be set for model resnet18, got 0.3. Leave --dropout out."),
 ])
-def test_model_that_cannot_be_is_refused_in_one_line(name: str, more: dict[str, Any], message: str) -> None:
+def test_impossible_model_is_refused_in_one_line(name: str, more: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         build(name, **more)
     assert "\n" not in str(caught.value)

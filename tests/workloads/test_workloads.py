@@ -1,4 +1,4 @@
-"""A user's own workload: the listing of train/workloads/README.md trains, resumes, evaluates, predicts anywhere."""
+"""A user's own workload: the listing of train/workloads/README.md trains, evaluates and predicts in any folder."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ LINE = ("--workload", "throws:build", "--lr", "0.2", "--tensorboard=false")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A user's own directory: the page's example, beside files of theirs that have names as the program's have."""
+    """A user's own folder with the page's example, and with files that have names of the program's modules."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "throws.py").write_text(workload(PAGE))
@@ -39,7 +39,7 @@ def project(tmp_path: Path) -> Path:
 # The listing ----------------------------------------------------------------------------------------------------
 
 
-def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> None:
+def test_example_learns_equally_on_one_and_two_ranks(forks: Forks, project: Path) -> None:
     for world_size in (1, 2):
         forks.ends("train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs",
                    world_size=world_size, cwds=[project] * world_size)
@@ -48,18 +48,18 @@ def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> N
     assert results[1]["metrics"]["loss"] == pytest.approx(results[0]["metrics"]["loss"], rel=1e-4)
 
 
-def test_model_of_other_data_is_not_evaluated(forks: Forks, project: Path) -> None:
-    """As after a fallback to other data: their classes are not those that the model learned."""
+def test_model_is_not_evaluated_on_other_data(forks: Forks, project: Path) -> None:
+    """After a fallback to other data, for example, the classes are not those that the model learned."""
     forks.ends("train", *LINE, "--max-steps=1", cwds=[project])
     own = project / "throws.py"
-    # Of another length: Python may take a file that was changed within a second, and is as long, for the old one
+    # Change the length too, because Python may not notice a change within a second that keeps the length
     own.write_text(own.read_text().replace('data_name="throws"', 'data_name="other throws"'))
     output = forks.ends("evaluate", "--name=throws", cwds=[project], code=2)
     assert "was trained on throws, got other throws now. Set --data-dir or --dataset." in output
     forks.ends("evaluate", *LINE, cwds=[project])
 
 
-def test_example_is_evaluated_and_predicts(forks: Forks, project: Path) -> None:
+def test_example_evaluates_and_predicts(forks: Forks, project: Path) -> None:
     more: dict[str, Any] = {"world_size": 2, "cwds": [project] * 2}
     trains, predicts = ("train", "--epochs", "3", "--options.width", "16"), ("predict", "--output", "throws.csv")
     for words in (trains, ("evaluate",), predicts):
@@ -81,13 +81,13 @@ ONE_STEP = ("train", *LINE, "--max-steps", "1")
 
 
 def by_module(project: Path) -> Job:
-    """From the program's own directory; the user's module lies elsewhere."""
+    """Start the program in its own folder, with the user's module in another one."""
     env = {"PYTHONPATH": str(project)}
     return start(sys.executable, "-m", "train.main", *ONE_STEP, "--run-dir", project / "runs", cwd=ROOT, env=env)
 
 
 def by_launch(project: Path) -> Job:
-    """The program as a file, which starts its ranks as a file too."""
+    """Start the program as a file, which starts its ranks as a file too."""
     return start(sys.executable, MAIN, "launch", "--nproc=2", MAIN, *ONE_STEP, cwd=project, env={"PYTHONPATH": ""})
 
 
@@ -112,7 +112,7 @@ def test_ranks_compare_the_code_of_an_own_workload(forks: Forks, project: Path, 
 
 
 class Draws(Dataset[Any]):
-    """Each sample is a random number. `batch` is what Hugging Face's data sets have, and means something else."""
+    """A Dataset of random numbers. Like Hugging Face's data sets it has a `batch` with another meaning."""
 
     def __len__(self) -> int:
         return 5
@@ -121,7 +121,7 @@ class Draws(Dataset[Any]):
         return {"x": torch.rand(1), "y": torch.tensor(0.0)}
 
     def batch(self, batch_size: int) -> None:
-        raise AssertionError("nobody asks for it")
+        raise AssertionError("this batch must not be called")
 
 
 def loaded(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **fields: Any) -> Workload:
@@ -136,7 +136,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **fields: Any) -> Wor
     return workloads.load(Config(workload="own_loaded:build", seed=seed))
 
 
-def test_dataset_draws_by_the_runs_seed_in_training_and_always_alike_in_evaluation(
+def test_dataset_draws_by_the_seed_in_training_and_equally_in_evaluation(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     indices = torch.arange(5)
@@ -145,7 +145,7 @@ def test_dataset_draws_by_the_runs_seed_in_training_and_always_alike_in_evaluati
     assert torch.equal(first.evaluation.batch(indices, None)["x"], other.evaluation.batch(indices, None)["x"])
 
 
-def test_two_tensors_of_a_dataset_are_taken_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_dataset_is_indexed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = TensorDataset(torch.rand(5, 2), torch.arange(5))
     workload = loaded(monkeypatch, train=dataset)
     assert isinstance(workload.train, TensorSamples)
@@ -201,7 +201,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("own_stream:build", "train of own_stream:build must be a map-style Dataset, .* got ChainDataset"),
     ("own_iterator:build", "evaluation of own_iterator:build must be .* or samples with batch.* got list_iterator"),
 ])
-def test_own_workload_that_is_not_there_is_one_line(modules: Path, workload: str, message: str) -> None:
+def test_wrong_own_workload_gives_one_line(modules: Path, workload: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         workloads.load(Config(workload=workload))
     assert "\n" not in str(caught.value)

@@ -97,26 +97,30 @@ def write_result(t: Training, *, seconds: float) -> None:
     if not group.is_rank0:
         return
     table, _ = report(t.tables, workload.classes)
-    metrics, reporting = job.reporting.metrics, job.reporting
-    if table:
-        metrics.text("eval/confusion", f"```\n{table}\n```", step=job.step_number)
-    method = method_name(config, group.world_size)
-    metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
+    method, reporting = method_name(config, group.world_size), job.reporting
+    if (board := reporting.metrics.tensorboard) is not None:
+        from torch.utils.tensorboard.summary import hparams  # takes half a second, so only if it is used
+
+        if table:
+            board.add_text("eval/confusion", f"```\n{table}\n```", job.step_number)
+        shown = shown_settings(config, method=method, world_size=group.world_size)
+        _, *session = hparams(shown, {})  # type: ignore[no-untyped-call]
+        for summary in session:  # without the list of columns: TensorBoard shows only that of the first run
+            board.file_writer.add_summary(summary)
     result = reporting.result(
         steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
         digest=weights.digest(state), data=workload.data_name, parallel=method,
     )
-    board = config.tensorboard
     rows = {
         f"{workload.unit}/s": f"{result[f'{workload.unit}_per_s']:,.0f} (training alone)",
         "seconds": f"{result['seconds']:.1f}",
         "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
         "goodput": reporting.goodput_line(result["goodput"]),
         "weights digest": result["digest"][:16],
-        "outputs": f"{result['run']}/ (result.json, checkpoints/{', tensorboard/' if board else ''})",
+        "outputs": f"{result['run']}/ (result.json, checkpoints/{', tensorboard/' if config.tensorboard else ''})",
     }
     if "://" not in result["run"]:
-        curves = f", tensorboard --logdir {result['run']}" if board else ""
+        curves = f", tensorboard --logdir {result['run']}" if config.tensorboard else ""
         rows["next"] = f"rankup status {result['run']}{curves}"
     group.log.info(f"finished after {result['step']} steps\n{two_columns(result['metrics'], rows)}")
 
