@@ -37,7 +37,7 @@ from rankup.timing import PRINT_S
 LIBRARY = re.compile(r"/lib(64)?/python3")  # found in the path of code that is not the user's
 STACKS = "stacks"  # a folder in the run's folder
 TAIL = 400  # how many of a rank's last lines to keep, which explain its end
-LONGEST = 2000  # how many characters of each such line to keep; also of the unfinished line in `_Copied`
+LONGEST = 2000  # how many characters of each such line to keep
 READ = 1 << 16  # bytes per read; a longer line is cut into several
 # The last line of a traceback, or argparse's message about a wrong argument
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")
@@ -136,10 +136,11 @@ class _Copied:
         self.plain, self._file, self._begun = plain, file, ""
 
     def write(self, text: str) -> int:
-        *lines, begun = (self._begun + text).split("\n")
-        self._begun = begun[-LONGEST:]
+        *lines, self._begun = (self._begun + text).split("\n")
+        if len(self._begun) > READ:
+            lines, self._begun = [*lines, self._begun], ""
         if lines:
-            self._file.add([line.rpartition("\r")[2] for line in lines])
+            self._file.add([line.rstrip("\r").rpartition("\r")[2] for line in lines])
         with _unless_hung_up():
             self.plain.write(text)
         return len(text)

@@ -49,7 +49,8 @@ def outvoted(basis: Basis, here: Collection[str], *, shared: bool) -> str:
         present = [token for token in voters if token in here]
         half = 2 * len(present) == len(voters) and (present[:1] == voters[:1] or shared)
         if voters and not ((_is_majority(present, voters) or half) and ended):
-            return f"{len(present)} of the {len(voters)} nodes of membership {each['n']} are here, no majority"
+            why = "no majority" if ended else "none of those that trained"
+            return f"{len(present)} of the {len(voters)} nodes of membership {each['n']} are here, {why}"
     return ""
 
 
@@ -97,7 +98,7 @@ def describe_change(last: Basis, new: Basis, seats: Iterable[Seat]) -> str:
         found[seat.member.token] = seat.name, became if seat.unfit or seat.lost else "is a spare now"
     parts = [" ".join(found.get(token, ("the node that led", unseen))) for token in sorted(old - used)]
     parts += [f"{found[token][0]} joins" for token in sorted(used - old)] if old else []
-    spares = sum(not seat.lost for seat in seats) - len(used)
+    spares = sum(not (seat.lost or seat.unfit) for seat in seats) - len(used)
     parts += [f"{spares} spare"] if spares else []
     what = f"membership {new['n']}: {len(used)} node{'s' * (len(used) > 1)}"
     return f"{what}{' (' + '; '.join(parts) + ')' if parts else ''}"

@@ -73,6 +73,7 @@ class Ranks:
         a task. `finish` ends this agent with a verdict."""
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
         self.knows_us, self.host = self.script.imports_rankup, host_name()
+        self._num_threads = max(1, int(cpu_quota() // self.node.local_world_size))
         local_ranks = range(self.node.local_rank, self.node.local_rank + self.node.nproc)
         self._words = [self.script.command(local_rank=local_rank) for local_rank in local_ranks]
         self.send, self.on_stop, self.begin, self.finish = send, on_stop, begin, finish
@@ -115,7 +116,8 @@ class Ranks:
     def _start_server(self) -> None:
         """Start the fork server early, so that it imports torch while the agents meet."""
         fork, (preload, folder) = self.knows_us and self.options.fork, self.script.own_imports()
-        env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        # torch reads the number of threads when it is imported, so the forked ranks have the server's
+        env = {"OMP_NUM_THREADS": str(self._num_threads), **os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.server.start(self.script.safe_imports(), env=env, preload=preload, folder=folder, fork=fork)
 
     def _forget_server(self) -> None:
@@ -179,7 +181,7 @@ class Ranks:
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default = {
             # torchrun always sets one thread, however many CPUs there are
-            "OMP_NUM_THREADS": max(1, int(cpu_quota() // local)),
+            "OMP_NUM_THREADS": self._num_threads,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
             "PYTHONUNBUFFERED": 1,  # a pipe would otherwise get lines in blocks, and lose the last block in a crash
             "PYTHONFAULTHANDLER": 1,  # a crash in native code leaves the Python stack in the log
@@ -239,10 +241,11 @@ class Ranks:
         if not rank.running:
             return
         rank.running, record = False, rank.record.read()
+        early = ""
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0 before it had finished: this counts as code 1", rank.number)
-            code = FAULT
-        cause, suspect = (rank.said.why, rank.said.suspect) if rank.said is not None else ("", None)
+            code, early = FAULT, "it ended with 0 before it had finished"
+        cause, suspect = (rank.said.why, rank.said.suspect) if rank.said is not None else (early, None)
         if code == KILLED and not rank.told:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.reader is not None and code != FINISHED:

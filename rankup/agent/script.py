@@ -105,7 +105,7 @@ class Script:
         names: list[str] = []
         for statement in self._tree.body:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, TypeError):
                     names = [str(name) for name in ast.literal_eval(statement.value)]
         folder, package = self._path.parent, ""
         while os.path.isfile(folder / "__init__.py"):

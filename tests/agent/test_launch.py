@@ -104,7 +104,8 @@ def test_current_folder_hides_no_module_from_a_script_elsewhere(forks: Forks, tm
 
 @pytest.mark.parametrize("knows_us", [False, True])
 def test_rank_gets_torchruns_variables_arguments_and_folder(knows_us: bool, tmp_path: Path) -> None:
-    facts = "{'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ)}"
+    threads = "sys.modules['torch'].get_num_threads() if 'torch' in sys.modules else None"  # from the fork server
+    facts = f"{{'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ), 'threads': {threads}}}"
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "own.py").touch()
     text = "import rankup\n" * knows_us + f"import own\n(folder / f'facts-{{rank}}').write_text(json.dumps({facts}))"
@@ -123,7 +124,8 @@ def test_rank_gets_torchruns_variables_arguments_and_folder(knows_us: bool, tmp_
     for name, values in {"RANK": ("0", "1"), "LOCAL_RANK": ("0", "1"), "WORLD_SIZE": ("2", "2")}.items():
         assert (first[name], second[name]) == values
     assert first["MASTER_PORT"] == second["MASTER_PORT"]
-    assert first["OMP_NUM_THREADS"] == str(max(1, int(cpu_quota() // 2)))
+    assert first["OMP_NUM_THREADS"] == str(num_threads := max(1, int(cpu_quota() // 2)))
+    assert found[0]["threads"] == (num_threads if knows_us else None)
     assert first["TORCHELASTIC_USE_AGENT_STORE"] == str(knows_us)
     assert [name for name in given if first.get(name) != given[name]] == [
         *([] if knows_us else ["RANKUP_CACHE"]), "TORCHELASTIC_RUN_ID",

@@ -1,6 +1,7 @@
 """Output to readers that are gone or stopped, and logging. test_launch.py tests what ranks print."""
 
 import contextlib
+import io
 import os
 import re
 import subprocess
@@ -252,3 +253,13 @@ def test_logs_of_ended_ranks_leave_no_file_open(tmp_path: Path) -> None:
         pump.thread.join(60)
     assert len(os.listdir("/proc/self/fd")) == before
     assert (tmp_path / "logs" / "rank-0.log").read_text().count("hello") == 3
+
+
+def test_long_line_of_a_script_is_whole_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    logs.copy_prints(RankLog(tmp_path, 0))
+    print("BEGIN" + 3000 * "x")
+    print("of a Windows file\r")
+    written = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert " r0 BEGINxxx" in written
+    assert " r0 of a Windows file\n" in written
