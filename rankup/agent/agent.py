@@ -177,7 +177,7 @@ class Agent:
             return self.node.master_addr, self.node.master_port
         elsewhere, self._elsewhere = self._elsewhere, None
         if (found := await elect(self.connection, self.node, elsewhere)) is None:
-            log.warning("this node leads from now on: no member that should lead before it answers")
+            log.warning("this node leads from now on, because no earlier member answers")
             self._lead()
         return found or ("127.0.0.1", self.port)
 

@@ -240,7 +240,7 @@ class Ranks:
             return
         rank.running, record = False, rank.record.read()
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
-            log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
+            log.warning("rank %d ended with 0 before it had finished: this counts as code 1", rank.number)
             code = FAULT
         cause, suspect = (rank.said.why, rank.said.suspect) if rank.said is not None else ("", None)
         if code == KILLED and not rank.told:

@@ -161,15 +161,16 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
     this rank busy (`pad`). All ranks together get each sample once. Restores the random state after each batch.
 
     The ranks take batches in turn, so that batches are the same for every number of ranks. If `loader` is no DataLoader
-    of a map-style data set, every rank reads all batches, and uses its own.
+    of a map-style data set, every rank reads all batches, and uses its own and, with `pad`, perhaps the last one.
     """
     seed, num_own = derive_seed(seed, EVALUATION), math.inf
+    batch: Any = None
     batches: Iterator[Any]
     with host_state_kept():
         seed_host(seed)
         _prepare(loader, seed, EVALUATION)
         if not _is_map_style(loader) or loader.batch_sampler is None:
-            batches = islice(Workers(loader), rank, None, world_size)
+            batches = iter(Workers(loader))
         else:
             sampler = loader.batch_sampler
             if splits(loader):  # the sampler may repeat samples, so that all ranks get the same number
@@ -182,12 +183,17 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
             if loader.persistent_workers:
                 _evaluating[loader] = fed
             batches = fed.read(iter([*own, *padding]), seed)
+            rank, world_size = 0, 1  # this rank uses all batches that it reads
     for number in count():
         with host_state_kept():
             seed_host(seed + number)  # loading may draw random numbers
-            if (batch := next(batches, END)) is END:
-                return
-        yield batch, 1.0 if number < num_own else 0.0
+            if (found := next(batches, END)) is END:
+                break
+        batch = found
+        if number % world_size == rank:
+            yield batch, 1.0 if number < num_own else 0.0
+    if pad and 0 < number % world_size <= rank:  # the last turn ended before this rank
+        yield batch, 0.0
 
 
 # DataLoaders ---------------------------------------------------------------------------------------------------------
@@ -280,15 +286,20 @@ def at_stop_iteration() -> bool:
 
 
 class Batches:
-    """What `job.batches` returns. Iterate over it once per epoch. `len()` is the number of batches in a whole epoch.
-    `weight`: `job.weight` for the newest batch of this loader, if a loop reads several loaders together."""
+    """What `job.batches` returns. Iterate over it once per epoch. `len()` is the number of batches in a whole epoch."""
 
     def __init__(self, job: Any, source: Source) -> None:
         """`job`: a `rankup.loop.job.Job`, whose module imports this one."""
-        self._job, self._source, self.weight, self._reused = job, source, 1.0, False
+        self._job, self._source, self._weight, self._reused = job, source, 1.0, False
 
     def __len__(self) -> int:
         return len(self._source.loader)
+
+    @property
+    def weight(self) -> float:
+        """`job.weight` for the newest batch of this loader, if a loop reads several loaders together."""
+        self._job.loop.weight_asked = True
+        return self._weight
 
     def __iter__(self) -> Iterator[Any]:
         # After a resume a finished pass has no batches left: `for` ends at once, `except StopIteration` skips the pass
@@ -336,8 +347,8 @@ class Batches:
                 waited(clock.has_batch())
                 if found is None:
                     return streams[number] != skip or not skip
-                batch, self.weight = found
-                loop.weight = self.weight
+                batch, self._weight = found
+                loop.weight = loop.batch_weight = self._weight
                 loop.fetched += 1
                 streams[number] += 1
                 job.draw_anew()
@@ -349,7 +360,7 @@ class Batches:
                         "batches: a batch took several steps, and a resume between them starts with the next batch. "
                         "Put them into one block of job.step"
                     )
-                if self.weight != 1.0 and not loop.weight_asked:
+                if self._weight != 1.0 and not loop.weight_asked:
                     loop.weight_asked = True  # log once
                     group.log.info(
                         f"batches  {group.world_size} ranks do not divide a batch equally: multiply the loss by "

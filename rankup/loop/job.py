@@ -213,16 +213,20 @@ class Job:
         `loader` once.
 
         Some ranks may get one batch less than others. `pad` gives them one more batch, with a `job.weight` of 0.0, for
-        models whose forward pass waits for all ranks (FSDP2). Restores the random state afterwards. Raises Stopped,
-        after a save, if the job was asked to stop; with several ranks only if `pad`.
+        models whose forward pass waits for all ranks (FSDP2). `loader` must yield the same batches on all ranks: do not
+        split it by `job.rank`. Restores the random state afterwards, and `job.weight` of the newest batch of
+        `job.batches`. Raises Stopped, after a save, if the job was asked to stop; with several ranks only if `pad`.
         """
-        for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
-            if self.world_size == 1:
-                self.stop_here()
-            elif pad and self.group.max(int(self.group.stop.requested)):
-                raise self.stopped()
-            self.loop.weight = weight
-            yield batch
+        try:
+            for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
+                if self.world_size == 1:
+                    self.stop_here()
+                elif pad and self.group.max(int(self.group.stop.requested)):
+                    raise self.stopped()
+                self.loop.weight = weight
+                yield batch
+        finally:
+            self.loop.weight = self.loop.batch_weight
 
     def step(self, **values: Any) -> Step:
         """Return the context manager of a step, for `with job.step(loss=loss):`. Its block holds all that turns

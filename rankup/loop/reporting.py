@@ -33,7 +33,8 @@ class LoopState:
     `streams`, `loaders`: as in `Position`. `begun`: the `Batches` of these loaders. `sources`: the sources of the
     passes that this attempt has begun, by number. `left`: for the copy's other passes, the loaders' states in the copy.
     `running`: the loops over batches or steps that have not ended. `fetched`: batches since the last commit. `weight`:
-    the newest batch's. `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds.
+    `job.weight`. `batch_weight`: the weight of the newest batch of `job.batches`, for `weight` after an evaluation.
+    `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds.
     """
 
     def __init__(self, position: Position, states: list[Any]) -> None:
@@ -43,7 +44,7 @@ class LoopState:
         self.begun, self.sources, self.tells = list[Any](), dict[int, Any](), bool(states)
         self.left = {n: states[n] if n < len(states) else None for n in range(len(self.streams))}
         self.running: list[Any] = []
-        self.fetched, self.weight, self.weight_asked = 0, 1.0, False
+        self.fetched, self.weight, self.batch_weight, self.weight_asked = 0, 1.0, 1.0, False
         self.changes_to_repeat = position.changes
 
     def begin_epoch(self) -> None:

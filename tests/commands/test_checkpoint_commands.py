@@ -1,4 +1,4 @@
-"""evaluate and predict: with the settings of the training, on any number of ranks."""
+"""evaluate and predict use the settings of the training, on any number of ranks."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ from tests.rigs.jobs import metrics
 from train.config import Config
 from train.data.sources import load
 
-# Settings unlike the defaults: an evaluation without them would get another model, or other data
+# These settings differ from the defaults, so an evaluation without them would get another model or other data
 TRAINED = ("--dataset", "digits", "--model", "mlp", "--precision", "bf16", "--limit-eval", "101",
            "--eval-batch-size", "10", "--epochs", "4", "--tensorboard=false")
 
@@ -42,14 +42,14 @@ def test_evaluate_restores_the_settings_of_the_run(forks: Forks, trained: Path) 
     output = command(forks, trained, "evaluate")
     found = evaluation(trained)
     final = {k.removeprefix("eval/"): v for k, v in metrics(trained)[-1].items() if k.startswith("eval/")}
-    assert found["metrics"] == final  # bf16 and 101 samples among them
+    assert found["metrics"] == final  # so bf16 and 101 samples were used too
     assert found["count"] == 101
     assert found["step"] == 22 * 4
     assert f"  accuracy        {final['accuracy']:.4f}" in output
-    assert (trained / "status.json").read_bytes() == status  # the run that is looked at stays as it was
+    assert (trained / "status.json").read_bytes() == status  # evaluate must not change the run
 
 
-def test_flag_and_file_outrank_what_was_trained_with(forks: Forks, trained: Path, tmp_path: Path) -> None:
+def test_flags_and_files_outrank_the_settings_of_the_training(forks: Forks, trained: Path, tmp_path: Path) -> None:
     command(forks, trained, "evaluate", "--limit-eval", "0")
     assert evaluation(trained)["count"] == 359
     (tmp_path / "settings.yaml").write_text("limit_eval: 50\n")
@@ -57,7 +57,7 @@ def test_flag_and_file_outrank_what_was_trained_with(forks: Forks, trained: Path
     assert evaluation(trained)["count"] == 50
 
 
-def test_checkpoint_is_named_or_the_newest(forks: Forks, trained: Path) -> None:
+def test_evaluate_uses_the_named_or_the_newest_checkpoint(forks: Forks, trained: Path) -> None:
     checkpoints = sorted((trained / "checkpoints").iterdir())
     assert [path.name for path in checkpoints] == ["step-00000066", "step-00000088"]
     command(forks, trained, "evaluate", "--checkpoint", checkpoints[0])
@@ -68,7 +68,7 @@ def test_checkpoint_is_named_or_the_newest(forks: Forks, trained: Path) -> None:
     assert evaluation(trained)["digest"] != earlier["digest"]
 
 
-def test_checkpoint_that_is_not_there_or_does_not_fit_is_one_line(forks: Forks, trained: Path, tmp_path: Path) -> None:
+def test_missing_or_unfit_checkpoint_gives_one_line(forks: Forks, trained: Path, tmp_path: Path) -> None:
     output = command(forks, tmp_path / "nothing", "evaluate", "--dataset", "digits", world_size=2, code=2)
     assert f"checkpoint: {tmp_path}/nothing/checkpoints must hold one, got none. Train first, or name one." in output
     output = command(forks, trained, "evaluate", "--model", "cnn", code=2)
@@ -80,7 +80,7 @@ def predicted(path: Path) -> list[dict[str, Any]]:
         return list(csv.DictReader(file))
 
 
-def test_prediction_is_of_the_test_data_in_order(forks: Forks, trained: Path, tmp_path: Path) -> None:
+def test_predictions_are_of_the_test_data_in_order(forks: Forks, trained: Path, tmp_path: Path) -> None:
     output = command(forks, trained, "predict", "--output", tmp_path / "new" / "out.csv")
     assert f"101 predictions in {tmp_path}/new/out.csv" in output
     rows = predicted(tmp_path / "new" / "out.csv")
@@ -91,7 +91,7 @@ def test_prediction_is_of_the_test_data_in_order(forks: Forks, trained: Path, tm
     assert all(0.1 <= float(row["probability"]) <= 1 for row in rows)
 
 
-def test_prediction_is_the_same_file_from_any_number_of_ranks(forks: Forks, trained: Path, tmp_path: Path) -> None:
+def test_predictions_are_the_same_file_on_any_number_of_ranks(forks: Forks, trained: Path, tmp_path: Path) -> None:
     for world_size in (1, 2, 3):
         command(forks, trained, "predict", "--output", tmp_path / f"{world_size}.csv", world_size=world_size)
     assert len({(tmp_path / f"{world_size}.csv").read_bytes() for world_size in (1, 2, 3)}) == 1
@@ -99,7 +99,7 @@ def test_prediction_is_the_same_file_from_any_number_of_ranks(forks: Forks, trai
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Test images as PNG files, of two sizes, in a folder of folders, with a file beside them that is no image."""
+    """A folder of folders with test images as PNG files of two sizes, and with a file that is no image."""
     images = load(Config(dataset="digits"))[1].images
     for index in range(5):
         image = Image.fromarray(images[index, 0].numpy())
@@ -114,14 +114,14 @@ def test_folder_of_images_is_predicted(forks: Forks, trained: Path, pictures: Pa
     command(forks, trained, "predict", "--input", pictures, "--output", tmp_path / "out.csv", world_size=2)
     rows = predicted(tmp_path / "out.csv")
     one = ("predict", "--input", pictures / "even/2.png", "--output", tmp_path / "one.csv")
-    command(forks, trained, *one, world_size=2)  # one rank has nothing to do
+    command(forks, trained, *one, world_size=2)  # one rank has no image
     assert predicted(tmp_path / "one.csv") == [rows[1]]
     assert [Path(row["input"]).relative_to(pictures).as_posix() for row in rows] == [
         "even/0.png", "even/2.png", "even/4.png", "odd/1.png", "odd/3.png"
     ]
     command(forks, trained, "predict", "--output", tmp_path / "test.csv")
     test = predicted(tmp_path / "test.csv")
-    for row in rows[:4]:  # the same pixels: the same answer
+    for row in rows[:4]:  # the same pixels give the same answer
         same = test[int(Path(row["input"]).stem)]
         assert row["label"] == same["label"]
         assert float(row["probability"]) == pytest.approx(float(same["probability"]), abs=0.02)
@@ -134,7 +134,7 @@ def test_folder_of_images_is_predicted(forks: Forks, trained: Path, pictures: Pa
     ("output", "notes.png/out.csv", "{0}/notes.png/out.csv: cannot be written ("),
     ("output", "out.xlsx", '--output must be a .csv file, got "{0}/'),
 ])
-def test_prediction_that_cannot_be_is_one_line(
+def test_impossible_prediction_gives_one_line(
     forks: Forks, trained: Path, tmp_path: Path, flag: str, given: str, said: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -145,7 +145,7 @@ def test_prediction_that_cannot_be_is_one_line(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "notes.png"]
 
 
-def test_prediction_that_is_stopped_writes_nothing(forks: Forks, trained: Path, tmp_path: Path) -> None:
+def test_stopped_prediction_writes_no_file(forks: Forks, trained: Path, tmp_path: Path) -> None:
     with forks.running(
         "predict", "--name", "run", "--run-dir", trained.parent, "--output", tmp_path / "out.csv", world_size=2,
         preload="tests.commands.test_checkpoint_commands:slow_prediction",
@@ -158,7 +158,7 @@ def test_prediction_that_is_stopped_writes_nothing(forks: Forks, trained: Path, 
 
 
 def slow_prediction() -> None:
-    """In the process of a rank: take a while for each batch."""
+    """Preloaded. Take a second for each batch."""
     import time
 
     from train.workloads.classification import Classification

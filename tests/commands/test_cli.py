@@ -1,4 +1,4 @@
-"""`rankup` as a user meets it: its commands, their help, mistakes, colours and output for programs."""
+"""The command `rankup`: its commands, their help, mistakes, and output for programs."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_rankup_alone_shows_every_command_in_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rankup_without_arguments_shows_every_command_in_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = said(capsys)
     assert (code, err) == (2, "")
     assert len(out.splitlines()) <= 10
@@ -43,7 +43,7 @@ def test_rankup_alone_shows_every_command_in_ten_lines(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_each_command_is_a_screen_with_two_examples(
+def test_help_of_each_command_fits_a_screen_and_has_two_examples(
     name: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -98,7 +98,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_mistake_is_one_line_and_code_2(
+def test_mistake_gives_one_line_and_code_2(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -110,7 +110,7 @@ def test_mistake_is_one_line_and_code_2(
     assert [path.name for path in tmp_path.iterdir()] == ["x.py"]
 
 
-def test_launch_that_is_interrupted_before_it_starts_ranks_says_so_in_one_line(
+def test_launch_interrupted_before_its_ranks_start_says_so_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankup.launch.read_node_env", Mock(side_effect=KeyboardInterrupt))
@@ -119,14 +119,14 @@ def test_launch_that_is_interrupted_before_it_starts_ranks_says_so_in_one_line(
     assert (code, out, err) == (143, "SIGINT before the start: no rank was started.\n", "")
 
 
-def test_results_are_json_for_programs(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_option_json_prints_results_for_programs(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from train.main import main as program
 
-    for own in (main, program):  # the program knows rankup's commands
+    for own in (main, program):  # the program has rankup's commands too
         assert own(["status", "mine", "--json"]) == 0
         found = json.loads(capfd.readouterr().out)
         assert (found["run"], found["state"]) == ("mine", "failed")
-    for words in ("explain mine --json", "explain --json"):  # the run that wrote last
+    for words in ("explain mine --json", "explain --json"):  # without a name: the newest run
         assert main(words.split()) == 20
         assert json.loads(capfd.readouterr().out)[0]["name"] == "cuda-memory"
     assert main(["logs", "mine", "--json"]) == 0
@@ -145,8 +145,8 @@ def test_completion_offers_commands_and_options(begun: str, offered: str) -> Non
     assert subprocess.run(line, capture_output=True, text=True, check=True).stdout.split() == offered.split()
 
 
-def test_commands_of_the_program_are_handed_to_it(tmp_path: Path) -> None:
-    """Also in a folder with a train.py of the user's own."""
+def test_commands_of_the_program_are_passed_to_it(tmp_path: Path) -> None:
+    """This also works in a folder with a user's own train.py."""
     (tmp_path / "train.py").write_text("raise SystemExit('taken for the program')\n")
     command = [sys.executable, "-m", "rankup", "show", "--epochs", "9"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`make compare`: what ran, what could not and why, and the files that it writes."""
+"""`make compare` lists the variants that ran and those that could not, with the reason, and writes its files."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return run
 
 
-def test_variants_that_others_start_are_compared(compare: Compare, tmp_path: Path) -> None:
+def test_variants_of_other_launchers_are_compared(compare: Compare, tmp_path: Path) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun here: apt install openmpi-bin")
     chosen = ["ddp-torchrun", "ddp-mpirun"]
@@ -47,7 +47,7 @@ def test_variant_that_cannot_run_or_fails_is_listed_with_its_reason(
     assert "batch_size must be at most the number of training samples" in found["missing"]["none"]
 
 
-def test_comparison_sums_up_runs_by_their_definition() -> None:
+def test_comparison_has_the_medians_of_its_runs() -> None:
     def run(step_ms: list[float], per_s: float, variant: str = "ddp") -> dict:
         return {"variant": variant, "per_s": per_s, "step_ms": step_ms, "peak_memory_mb": 7, "accuracy": 0.5}
 

@@ -1,6 +1,6 @@
-"""The doctor on pairs of machines, made of network namespaces, each pair with one thing wrong.
+"""The doctor on pairs of machines, which are network namespaces. Each pair has one fault.
 
-The doctor names it, with the rank and the host, and gives a healthy pair no warning. All faulty pairs run side by side.
+The doctor names the fault with its rank and host, and gives a healthy pair no warning. All faulty pairs run at once.
 """
 
 import json
@@ -19,14 +19,14 @@ from tests.rigs.namespaces import Net
 from tests.rigs.single_rank import Rank, Starter, starting
 
 PORT = 29400
-JOIN_S = "8"  # where ranks never meet; the others meet in a second or two, even on a busy machine
+JOIN_S = "8"  # for ranks that never meet; other ranks meet in one or two seconds, even on a busy machine
 LONG_S = "90"
 BOUND_S = 150
 
 
 @dataclass
 class Case:
-    """A pair of machines, and a doctor for each rank on them."""
+    """A pair of machines, and a doctor in each rank on them."""
 
     pair: Net
     starter: Starter
@@ -41,12 +41,12 @@ class Case:
         self.ranks.append(self.starter.command(line, "job", env={**five, **env}, preload=sick))
 
     def both(self, *words: str, sick: str = "tests.rigs.injected_faults:healthy", **more: str) -> None:
-        """A rank on each machine; `sick` is done to rank 1."""
+        """Start a rank on each machine. `sick`: the fault of rank 1, which is preloaded."""
         self.rank(0, 0, *words, **more)  # type: ignore[arg-type]
         self.rank(1, 1, *words, sick=sick, **more)  # type: ignore[arg-type]
 
     def said(self, *codes: int) -> list[str]:
-        """What each rank said, in one line each; they ended with `codes`."""
+        """Wait for the ranks, which must end with `codes`. Return the output of each rank as one line."""
         ended = [rank.wait(BOUND_S) for rank in self.ranks]
         told = "\n".join(rank.output for rank in self.ranks)
         assert ended == [[code] for code in codes], told
@@ -65,7 +65,7 @@ def case(begin: Callable[[Case], None]) -> Callable[[Case], None]:
 
 @pytest.fixture(scope="module")
 def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
-    """All of them, begun."""
+    """All cases, started."""
     folder = tmp_path_factory.mktemp("doctor")
     with ExitStack() as stack:
         begun = {}
@@ -78,7 +78,7 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 
 @case
 def wrong_hosts_file(case: Case) -> None:
-    # node1 believes that the master is node1 itself
+    # node1 takes itself for the master
     case.pair.nodes[1].know("master", "192.168.77.2")
     case.pair.nodes[0].know("master", "192.168.77.1")
     case.both(addr="master", join_s=JOIN_S)
@@ -96,10 +96,10 @@ def hangs(case: Case) -> None:
     case.both(sick="tests.rigs.injected_faults:hangs_in_the_collective", **{STAGE: "12"})
 
 
-def test_doctor_does_not_take_a_check_that_hangs_for_a_pass(cases: dict[str, Case]) -> None:
+def test_doctor_never_counts_a_check_that_hangs_as_passed(cases: dict[str, Case]) -> None:
     first, second = cases["hangs"].said(30, 30)
     ends = ("NOT DONE collective collective (step 0) took longer than ", "NOT DONE collective lost a peer at step 0")
-    assert any(end in first for end in ends)  # whichever rank's time is over first ends the other's too
+    assert any(end in first for end in ends)  # the first rank whose time is over ends the other too
     assert "suspected: rank 1 on node1" in first
     assert "doctor: could not be completed: " in first
     assert "NOT DONE collective" in second
@@ -113,7 +113,7 @@ def full_shm(case: Case) -> None:
 
 @case
 def slow_link(case: Case) -> None:
-    # Links inside the nodes are beside it, which are as fast as ever
+    # Links inside the nodes stay fast
     for node in case.pair.nodes:
         node.run("tc qdisc add dev eth0 root tbf rate 8mbit burst 16kb latency 2s")
     for rank in range(4):
@@ -124,7 +124,7 @@ def slow_link(case: Case) -> None:
     ("full_shm", r"WARNING memory rank 1 on node1: /dev/shm: "),
     ("slow_link", r"WARNING links 2 between nodes: slowest \d MB/s, from rank [12] on node[01] to rank [21] on node"),
 ])
-def test_doctor_warns_of_what_is_wrong_on_one_machine(cases: dict[str, Case], name: str, what: str) -> None:
+def test_doctor_warns_of_a_fault_of_one_machine(cases: dict[str, Case], name: str, what: str) -> None:
     case = cases[name]
     first, *_ = case.said(*[10] * len(case.ranks))
     assert re.search(what, first), first
@@ -154,16 +154,16 @@ def dies(case: Case) -> None:
     ("flips_a_bit", 20, "NOT FIT repetition rank 1 on node1: the same computation gave two results on cpu, at "),
     ("dies", -9, r"NOT FIT joined lost a peer at step 0: rank 1 on node1 \(its process has ended\)"),
 ])
-def test_doctor_refuses_the_rank_that_is_not_fit(cases: dict[str, Case], name: str, code: int, what: str) -> None:
+def test_doctor_names_the_rank_that_is_not_fit(cases: dict[str, Case], name: str, code: int, what: str) -> None:
     first, _ = cases[name].said(20, code)
     assert re.search(what, first), first
     assert "doctor: not fit to train: " in first
 
 
-def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
+def test_doctor_gives_a_healthy_pair_no_warning(
     forks: Forks, cases: dict[str, Case], tmp_path: Path
 ) -> None:
-    for sick in cases.values():  # the machine is theirs alone: not with twenty other pairs on two cores
+    for sick in cases.values():  # wait for the other pairs, because this pair needs free CPUs
         for rank in sick.ranks:
             rank.wait(BOUND_S)
     with closing(Net(tmp_path / "nodes", 2)) as pair, starting(forks, tmp_path / "runs") as starter:

@@ -1,4 +1,4 @@
-"""The doctor on one machine: its line, its codes, its JSON, and the checks that read limits from files."""
+"""The doctor on one machine: its output, exit codes and JSON, and the checks that read limits from files."""
 
 import json
 import os
@@ -15,41 +15,41 @@ from rankup.doctor import INCOMPLETE, MIB, OK, UNFIT, WARNING, Finding, exit_cod
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, free_port, rank_env
 
-# As a pod: its place stands in the environment, but its peer is nowhere
+# Like a pod whose environment names its rank, but whose peer does not exist
 LOST = rank_env(1, 2, free_port())
 
 
 @pytest.mark.parametrize(("words", "env"), [([], {}), (["--alone"], LOST)])
-def test_doctor_alone_checks_the_machine_and_says_what_it_did_not_check(
+def test_doctor_alone_checks_the_machine_and_names_what_it_skipped(
     forks: Forks, tmp_path: Path, words: list[str], env: dict[str, str]
 ) -> None:
     said = forks.ends("doctor", *words, "--run-dir", tmp_path, env=env, preload="tests.rigs.injected_faults:healthy")
     assert "ok       joined       a single process: nothing was checked that needs several ranks" in said
     assert "doctor: fit to train" in said
     (run,) = tmp_path.iterdir()
-    assert [path.name for path in run.iterdir()] == ["doctor"]  # nothing that a training could take for its own
+    assert [path.name for path in run.iterdir()] == ["doctor"]  # no file that training would take for its own
     assert json.loads((run / "doctor" / "report.json").read_text())["exit_code"] == 0
 
 
 def full_disk() -> None:
-    """Preloaded: nothing fits into what this process prints to."""
+    """Preloaded. Let this process print to a full disk."""
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
 
-def test_result_that_a_full_disk_takes_is_no_success(forks: Forks, tmp_path: Path) -> None:
+def test_doctor_that_prints_to_a_full_disk_fails(forks: Forks, tmp_path: Path) -> None:
     words = ("doctor", "--alone", "--json", f"--run-dir={tmp_path}")
     said = forks.ends(*words, preload=f"{__name__}:full_disk", code=1)
     assert "No space left on device" in said
 
 
-def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None:
+def test_doctor_under_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None:
     words = f"-m rankup launch --nproc=2 -m rankup doctor --run-dir {tmp_path} --json --num-threads 1000"
     line = [sys.executable, *words.split()]
     done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 10, done.stderr
-    report = json.loads(done.stdout)  # one line: the table and torch's words go elsewhere
+    report = json.loads(done.stdout)  # stdout has only the JSON
     assert report["exit_code"] == 10
-    # How fast the link is, on a machine that others use too, is anybody's guess
+    # On a shared machine the link may be slow
     warnings = [told for told in report["findings"] if told["level"] == "warning"]
     (finding,) = [told for told in warnings if told["stage"] != "links"]
     assert finding["seen"].startswith("2 x 1000 threads on this node")
@@ -61,13 +61,13 @@ def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None
     ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
      "RANK must be a whole number from 0 to 1, got '2'."),
 ])
-def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env: dict[str, str], what: str) -> None:
+def test_doctor_reports_an_incomplete_environment(forks: Forks, env: dict[str, str], what: str) -> None:
     said = forks.ends("doctor", env=env, code=20)
     assert what in " ".join(said.split())
     assert "doctor: not fit to train" in said
 
 
-def test_table_of_findings_is_used_and_says_why() -> None:
+def test_findings_of_the_doctor_are_all_used_and_have_a_reason() -> None:
     table = tomllib.loads((ROOT / "rankup" / "doctor" / "findings.toml").read_text())
     code = "".join((ROOT / "rankup" / "doctor" / name).read_text() for name in ("__init__.py", "stages.py"))
     assert [name for name, entry in table.items() if f'"{name}"' not in code or not entry["why"]] == []
@@ -85,12 +85,12 @@ def test_doctor_refuses_a_folder_that_cannot_be_written(forks: Forks, tmp_path: 
     ([], 0), ([OK], 0), ([OK, WARNING], 10), ([WARNING, INCOMPLETE], 30), ([INCOMPLETE, UNFIT, WARNING], 20),
 ])
 def test_doctor_verdict_is_the_worst_finding(levels: list[str], code: int) -> None:
-    """What is certainly broken counts for more than what could not be looked at."""
+    """A certain fault outranks a check that could not be made."""
     assert exit_code(Finding("x", level, "") for level in levels) == code
 
 
 def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> None:
-    """What exit code 137 without a traceback comes from."""
+    """They are the causes of exit code 137 without a traceback."""
     for name, text in {"proc/self/cgroup": "0::/\n3:memory:/\n", "sys/fs/cgroup/memory.max": "314572800\n",
                        "sys/fs/cgroup/memory.events": "low 0\noom 3\noom_kill 2\n"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def test_doctor_finds_the_odd_link_among_its_kind() -> None:
 
     assert level(90e6, 90e6, 90e6) == OK
     assert level(90e6, 90e6, 90e6, 15e6) == WARNING
-    assert level(9e9, 9e9, 1e9) == OK  # far apart, but fast
+    assert level(9e9, 9e9, 1e9) == OK  # differs much, but is fast
     assert level(1e6) == WARNING
 
 

@@ -1,7 +1,7 @@
-"""What explain says about the lines of logs.
+"""What `explain` finds in the lines of logs.
 
-The texts are real: recorded from small jobs of plain torch, or known_faults.toml quotes them from reports. What our own
-program prints: test_explain_own.py.
+The texts are real: they were recorded from small jobs of plain torch, or known_faults.toml quotes them from reports.
+test_explain_own.py has the output of our own program.
 """
 
 import json
@@ -31,12 +31,12 @@ def test_fault_is_found_in_its_own_example(fault: Fault) -> None:
     assert not re.search(r"[{}]", found[0].title + found[0].why + found[0].remedy)
 
 
-def test_faults_of_anybodys_job_speak_of_no_setting_of_this_program() -> None:
+def test_known_faults_mention_no_setting_of_this_program() -> None:
     ours = r"this program|train:|slurm/|docker/|k8s/|--(?:run-dir|num-workers|batch-size|device|backend|data-dir)\b"
     assert not [fault.name for fault in FAULTS if re.search(ours, fault.title + fault.why + fault.remedy)]
 
 
-def test_strings_that_a_line_must_contain_hide_no_match_of_a_pattern() -> None:
+def test_required_words_of_a_fault_hide_no_match_of_its_pattern() -> None:
     lines = [line for path in LOGS.glob("*.log") for line in path.read_text().splitlines()]
     lines += [fault.example for fault in FAULTS]
     for fault in FAULTS:
@@ -44,7 +44,7 @@ def test_strings_that_a_line_must_contain_hide_no_match_of_a_pattern() -> None:
         assert all(any(word in line for word in fault.contains) for line in matched), fault.name
 
 
-def test_doubtful_sign_alone_is_harmless_and_beside_a_failure_is_not() -> None:
+def test_doubtful_line_is_harmless_unless_there_is_a_failure() -> None:
     warning = "[W1121 10:02:33 socket.cpp:764] [c10d] The IPv6 network addresses of (node0, 29400) cannot be retrieved"
     assert [diagnosis.harmless for diagnosis in diagnose([warning])] == [True]
     failure = "torch.distributed.DistNetworkError: The client socket has timed out after 4000ms while trying to "
@@ -55,7 +55,7 @@ def test_doubtful_sign_alone_is_harmless_and_beside_a_failure_is_not() -> None:
 OUCH = "CUDA out of memory"
 
 
-def test_long_lines_and_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
+def test_explain_survives_long_lines_and_bytes_that_are_no_text(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     log.write_bytes(b"\xff\xfe\x00" + b"x" * 3_000_000 + b"\n" + OUCH.encode() + b" \xff" * 1000 + b"\n")
     (found,) = diagnose_files([log])
@@ -63,13 +63,13 @@ def test_long_lines_and_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> Non
     assert len(found.seen) <= MAX_SEEN
 
 
-def test_repeated_line_is_one_finding() -> None:
+def test_repeated_line_gives_one_finding() -> None:
     (found,) = diagnose(OUCH for _ in range(10_000))
     assert found.line == 1
 
 
-def test_network_that_nccl_took_is_told_and_no_fault() -> None:
-    """Of a pod that was not given its EFA devices."""
+def test_network_of_nccl_is_reported_as_harmless() -> None:
+    """These are the lines of a pod without its EFA devices."""
     found = diagnose(["h:152:386 [0] nccl_net_ofi_init_v6():166 NCCL WARN NET/OFI Initializing plugin failed",
                       "h:152:386 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.4.51<0>",
                       "h:152:386 [0] NCCL INFO Using network Socket"])
@@ -80,7 +80,7 @@ def test_network_that_nccl_took_is_told_and_no_fault() -> None:
     assert "NCCL uses TCP sockets between nodes" in report
 
 
-def test_endless_kinds_of_exceptions_of_one_rank_are_bounded_and_hide_no_other_fault() -> None:
+def test_many_different_exceptions_are_bounded_and_hide_no_other_fault() -> None:
     begin, out = "[rank0]: Traceback (most recent call last):", f"[rank1]: torch.OutOfMemoryError: {OUCH}. Tried"
     lines = [line for n in range(3000) for line in (begin, f"[rank0]: KeyError: {n}", f"[rank0]: step {n} loss 0.1")]
     assert len(diagnose(line for line in lines if "loss" not in line)) == MAX_UNKNOWN

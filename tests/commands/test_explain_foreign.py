@@ -1,4 +1,4 @@
-"""explain on anybody's logs: torchrun's folders, files of Slurm, kubectl and compose; who failed first."""
+"""`explain` finds the rank that failed first in the logs of any job: torchrun's folders, Slurm, kubectl, compose."""
 
 import json
 from datetime import datetime
@@ -32,7 +32,7 @@ def root(*paths: Path) -> Diagnosis:
 # torchrun -------------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_folder_is_read_rank_by_rank_of_the_last_attempt(tmp_path: Path) -> None:
+def test_torchrun_folder_is_read_for_each_rank_of_the_last_attempt(tmp_path: Path) -> None:
     job = tmp_path / "none_x8k2"
     write(job / "attempt_0" / "1" / "stderr.log", ["torch.OutOfMemoryError: CUDA out of memory."])
     write(job / "attempt_1" / "0" / "stderr.log", LOST)
@@ -49,7 +49,7 @@ def test_torchrun_folder_is_read_rank_by_rank_of_the_last_attempt(tmp_path: Path
 SUMMARY = (LOGS / "exception-on-one-rank.log").read_text().splitlines()[-20:]
 
 
-def test_torchrun_summary_decides_between_ranks_without_times(tmp_path: Path) -> None:
+def test_torchrun_summary_names_the_first_failure_if_logs_have_no_times(tmp_path: Path) -> None:
     attempt = tmp_path / "none_x" / "attempt_0"
     write(attempt / "0" / "stderr.log", ["Traceback (most recent call last):", "ValueError: later"])
     write(attempt / "1" / "stderr.log", FAILED)
@@ -61,7 +61,7 @@ def test_torchrun_summary_decides_between_ranks_without_times(tmp_path: Path) ->
 # Schedulers and containers --------------------------------------------------------------------------------------
 
 
-def test_pods_logs_with_timestamps_are_ordered_by_time(tmp_path: Path) -> None:
+def test_logs_of_pods_with_timestamps_are_sorted_by_time(tmp_path: Path) -> None:
     early, late = "2026-11-22T10:00:01.5Z ", "2026-11-22T11:00:02+01:00 "
     write(tmp_path / "ddp-worker-0.log", [BEGIN, "ValueError: second"], prefix=late)
     write(tmp_path / "ddp-worker-1.log", FAILED, prefix=early)
@@ -74,7 +74,7 @@ def test_pods_logs_with_timestamps_are_ordered_by_time(tmp_path: Path) -> None:
     ]
 
 
-def test_traceback_without_times_has_the_time_of_the_line_before() -> None:
+def test_traceback_without_times_gets_the_time_of_the_line_before() -> None:
     (found,) = diagnose(["2026-11-22 10:00:01,250 - INFO - step 3", *FAILED])
     assert found.time == datetime(2026, 11, 22, 10, 0, 1, 250_000).timestamp()
 
@@ -88,19 +88,19 @@ def test_traceback_without_times_has_the_time_of_the_line_before() -> None:
     ("epoch 3 [10:00:01<00:20]", None),
     ("9999-99-99T10:00:01 x", None),
 ])
-def test_time_of_a_line_is_read_as_programs_write_it(line: str, time: datetime | None) -> None:
+def test_time_of_a_line_is_read_in_common_formats(line: str, time: datetime | None) -> None:
     assert time_of(line) == (None if time is None else time.timestamp())
 
 
 # Folders --------------------------------------------------------------------------------------------------------
 
 
-def test_folder_is_searched_for_logs_alone(tmp_path: Path) -> None:
+def test_folder_is_searched_only_for_logs(tmp_path: Path) -> None:
     write(tmp_path / "train.py", FAILED)
     write(tmp_path / "metrics.json", FAILED)
     with pytest.raises(UserError, match=r"explain needs a folder with logs \(\*.log, "):
         diagnose_files([tmp_path])
-    write(tmp_path / "run.json", ['{"run": "r"}'])  # of a run whose ranks wrote nothing
+    write(tmp_path / "run.json", ['{"run": "r"}'])  # a run whose ranks wrote nothing
     with pytest.raises(UserError, match="explain needs a folder with logs"):
         diagnose_files([tmp_path])
     write(tmp_path / "sub" / "rank_2.err", FAILED)
@@ -109,7 +109,7 @@ def test_folder_is_searched_for_logs_alone(tmp_path: Path) -> None:
     assert (found.rank, found.file) == (2, "sub/rank_2.err")
 
 
-def test_run_is_found_by_name_and_its_unstamped_lines_belong_to_the_line_before(tmp_path: Path) -> None:
+def test_explain_finds_a_run_by_name_and_skips_its_earlier_attempts(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "mine"
     old, new = "2026-11-21T09:59:59 vm r0 ", "2026-11-21T10:00:09 vm r0 "
     write(run / "logs" / "rank-0.log", [f"{old}{FAILED[0]}", "ValueError: of an earlier attempt", f"{new}{FAILED[0]}",
@@ -123,7 +123,7 @@ def test_run_is_found_by_name_and_its_unstamped_lines_belong_to_the_line_before(
     ("BrokenPipeError: [Errno 32] Broken pipe", "store-closed"),
     ("DistNetworkError: The client socket has failed to connect to (a, 29400).", "connect-retry"),
 ])
-def test_what_a_run_says_of_a_failed_rank_is_no_harmless_line(tmp_path: Path, why: str, name: str) -> None:
+def test_recorded_reason_of_a_failed_rank_is_never_harmless(tmp_path: Path, why: str, name: str) -> None:
     write(tmp_path / "status.json", ['{"attempt": "a", "state": "failed", "world_size": 1}'])
     end = {"state": "failed", "rank": 0, "host": "vm", "code": 1, "why": why}
     write(tmp_path / "status" / "a" / "rank-0.json", [json.dumps(end)])
@@ -131,7 +131,7 @@ def test_what_a_run_says_of_a_failed_rank_is_no_harmless_line(tmp_path: Path, wh
     assert (first.name, first.harmless) == (name, False)
 
 
-def test_progress_bar_hides_no_error(tmp_path: Path) -> None:
+def test_explain_finds_an_error_behind_a_progress_bar(tmp_path: Path) -> None:
     bar = "".join(f"\r{n}%|####" for n in range(100))
     assert root(write(tmp_path / "job.log", [f"{bar}\rRuntimeError: CUDA out of memory"])).name == "cuda-memory"
 
@@ -139,7 +139,7 @@ def test_progress_bar_hides_no_error(tmp_path: Path) -> None:
 # Report ---------------------------------------------------------------------------------------------------------
 
 
-def test_report_tells_the_cause_from_what_the_others_suffered(tmp_path: Path) -> None:
+def test_report_separates_the_cause_from_its_consequences(tmp_path: Path) -> None:
     for rank in range(8):
         stamp = f"2026-11-22T10:00:0{1 + (rank != 5)} node{rank // 4} r{rank} "
         write(tmp_path / f"rank-{rank}.log", FAILED if rank == 5 else LOST, prefix=stamp)
@@ -157,7 +157,7 @@ def test_report_tells_the_cause_from_what_the_others_suffered(tmp_path: Path) ->
     ]
 
 
-def test_report_names_the_first_of_several_ranks_with_one_fault(tmp_path: Path) -> None:
+def test_report_names_the_first_of_several_ranks_with_the_same_fault(tmp_path: Path) -> None:
     for rank, second in ((0, 7), (1, 3), (2, 9)):
         write(tmp_path / f"rank-{rank}.log", [f"2026-11-22T10:00:0{second} n r{rank} CUDA out of memory"])
     lines = format_report(diagnose_files([tmp_path])).splitlines()
@@ -169,7 +169,7 @@ def test_report_names_the_first_of_several_ranks_with_one_fault(tmp_path: Path) 
     ("(node0.example, 29500).", "node0.example port 29500"), ("(fd00:1::5, 29500).", "fd00:1::5 port 29500"),
     ("192.0.2.1:1234", "192.0.2.1 port 1234"), ("[fd00:1::5]:1234.", "[fd00:1::5] port 1234"),
 ])
-def test_address_that_torch_did_not_reach_is_read_whole(words: str, place: str) -> None:
+def test_address_that_torch_did_not_reach_is_read_completely(words: str, place: str) -> None:
     line = f"DistNetworkError: The client socket has timed out after 60s while trying to connect to {words}"
     assert [found.title for found in diagnose([line])] == [f"rank 0 at {place} was not reached"]
 
@@ -178,15 +178,15 @@ def test_address_that_torch_did_not_reach_is_read_whole(words: str, place: str) 
 
 TEXT = (LOGS / "shapes.txt").read_text(encoding="utf-8")
 SHAPES = dict(text.split("\n", 1) for text in TEXT.removeprefix("### ").split("\n### "))
-BESIDE = {"ipv6-name": "master-unreached", "monitored-barrier": "collective-timeout"}  # what torch says too
+BESIDE = {"ipv6-name": "master-unreached", "monitored-barrier": "collective-timeout"}  # torch prints these too
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.split(":")[0])
-def test_root_of_a_log_is_what_its_job_failed_of(
+def test_first_finding_of_a_log_is_why_its_job_failed(
     shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each shape is `NAME: FAULT rank N on HOST | TEXT SEEN` or `NAME: healthy`, then the log, or several, or `<<<` and
-    the name of a recorded one. `^`: the text begins with that."""
+    """A shape begins with `NAME: FAULT rank N on HOST | TEXT SEEN` or `NAME: healthy`. One or several logs follow, or
+    `<<<` and the name of a recorded log. A text after `^` must be at the beginning."""
     for file in f"\n{SHAPES[shape]}".split("\n--- "):
         name, _, text = file.partition("\n")
         path = tmp_path / (name or "slurm-7.out")
@@ -208,11 +208,11 @@ def test_root_of_a_log_is_what_its_job_failed_of(
         who += f" on {root['host']}" if root["host"] else ""
         assert (root["name"] or root["seen"].split(":")[0]) + who == expected, report
         assert seen in f"^{root['seen']}", report
-        # Patterns are not so wide that they find another fault's words in what torch said
+        # No pattern may be so wide that it matches torch's messages about another fault
         others = {each["name"] for each in found if each["order"] < FOLLOWED} - {root["name"], BESIDE.get(root["name"])}
         assert "<<<" not in SHAPES[shape] or others <= {""}, report
 
 
-def test_recorded_logs_all_have_a_shape() -> None:
+def test_all_recorded_logs_have_a_shape() -> None:
     recorded = {body.split()[1] for body in SHAPES.values() if body.startswith("<<<")}
     assert {path.name for path in LOGS.glob("*.log")} == recorded

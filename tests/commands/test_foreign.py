@@ -1,7 +1,7 @@
-"""Somebody's scripts, unchanged, under `launch`: the weights that PyTorch's own launcher leads to.
+"""Unchanged scripts of other projects under `launch` give the same weights as under PyTorch's own launcher.
 
-The scripts are in tests/rigs/foreign/. In containers and on Slurm: tests/launchers/. How they fail:
-tests/agent/test_launch.py.
+The scripts are in tests/rigs/foreign/. tests/launchers/ runs them in containers and on Slurm, and
+tests/agent/test_launch.py tests how they fail.
 """
 
 import signal
@@ -16,7 +16,7 @@ from tests.rigs.jobs import environ_of, free_port
 
 
 @again_if_aborted
-def test_foreign_script_under_torchrun_comes_to_the_weights_that_the_others_are_compared_with(
+def test_foreign_script_under_torchrun_has_the_weights_that_tests_expect(
     once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
     line = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
@@ -24,13 +24,13 @@ def test_foreign_script_under_torchrun_comes_to_the_weights_that_the_others_are_
     assert result_of(output) == expected("before_ddp", once, loaded, tmp_path)
 
 
-# On two nodes, in tests/launchers/: ddp_local_rank, and Lightning under Slurm
+# tests/launchers/ runs ddp_local_rank and Lightning's script on two nodes
 @pytest.mark.parametrize(("name", "workers"), [("bert_trainer", 2), ("imagenet", 4)])
 @again_if_aborted
-def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
+def test_foreign_script_under_launch_has_the_weights_of_torchrun(
     name: str, workers: int, once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
-    # By an address of its own, not by env://, and each rank spawns two workers
+    # The ImageNet script has its own address instead of env://, and each rank spawns two workers
     spawns = ("--dist-url", f"tcp://127.0.0.1:{free_port()}", "--multiprocessing-distributed")
     own = spawns if name == "imagenet" else ()
     line = ("launch", "--nproc=2", "--run-dir", tmp_path, *words(name, tmp_path / "own"), *own)
@@ -39,15 +39,15 @@ def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
 
 
 @again_if_aborted
-def test_foreign_script_runs_alone(loaded: Forks, tmp_path: Path) -> None:
-    """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""
+def test_foreign_script_runs_alone_as_a_group_of_one(loaded: Forks, tmp_path: Path) -> None:
+    """With `python SCRIPT` a launcher's variables would be missing even for a single process."""
     line = ("launch", "--run-dir", tmp_path, *words("before_ddp", tmp_path))
     output = loaded.ends(*line, env=WARN, cwds=[tmp_path])
     assert result_of(output).startswith("world size 1,")
 
 
 @again_if_aborted
-def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
+def test_foreign_script_resumes_from_its_own_checkpoint_after_a_kill(
     once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
     own = tmp_path / "own"
@@ -55,7 +55,7 @@ def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
     with loaded.running(*line, "--seconds-per-step", "0.5", env=WARN) as job:
         victims: list[psutil.Process] = []
 
-        def started() -> bool:  # looked up early: what is left of the run after the checkpoint takes seconds
+        def started() -> bool:  # look early: after the checkpoint the run lasts only seconds
             ranks = psutil.Process(job.processes[0].pid).children(recursive=True)
             victims[:] = [process for process in ranks if environ_of(process.pid).get("RANK") == "1"]
             return len(victims) == 1

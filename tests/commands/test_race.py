@@ -1,6 +1,6 @@
-"""`make race`: the entrants that need torch alone run, train the same, and the table says who was how fast.
+"""`make race`: the entrants that need only torch run and train equally, and the table has their speeds.
 
-Accelerate's and Lightning's laps would take as long again. Their scripts are in tests/bench/racers/ beside the others.
+The laps of Accelerate and Lightning would double the time. Their scripts are also in tests/bench/racers/.
 """
 
 import json
@@ -24,7 +24,7 @@ def lap(entrant: str, repeat: int, images_per_s: float) -> Lap:
             "accuracy": 0.875, "loss": 0.5, "command_s": 3.0, "load": 1.0}
 
 
-def test_race_runs_and_says_what_it_found(tmp_path: Path) -> None:
+def test_race_runs_and_writes_its_results(tmp_path: Path) -> None:
     chosen = ["tutorial", RANKUP]
     line = ["--repeats", "1", "--processes", "1", "--precision", "fp32", "--random"]
     line += ["--warm-up", "10", "--steps", "30"]
@@ -40,9 +40,9 @@ def test_race_runs_and_says_what_it_found(tmp_path: Path) -> None:
     assert all(f"| {name} |" in text and f"\n- {name}: " in text for name in chosen)
 
 
-def test_race_has_entrants_that_train_the_same_on_two_ranks(forks: Forks, tmp_path: Path) -> None:
-    """30 steps are more than one epoch of the random images: the order of the second one counts too. Other weights or
-    another order would change the loss in its first digits. rankup's own two ranks: test_parity.py."""
+def test_race_entrants_train_equally_on_two_ranks(forks: Forks, tmp_path: Path) -> None:
+    """30 steps are more than one epoch of the random images, so the order of the second epoch counts too. Other weights
+    or another order would change the first digits of the loss. test_parity.py tests rankup's own two ranks."""
     prepare_data(tmp_path, random=True)
     task = shared.Task(str(tmp_path), 128, 10, 30, "fp32", str(tmp_path / "result.json"), "")
     losses = []
@@ -53,8 +53,8 @@ def test_race_has_entrants_that_train_the_same_on_two_ranks(forks: Forks, tmp_pa
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-3)
 
 
-def test_race_ratios_are_medians_of_those_within_a_repeat() -> None:
-    # The machine is three times as fast in the second repeat: medians of all laps would say 1.5
+def test_race_ratios_are_medians_of_the_ratios_in_each_repeat() -> None:
+    # The machine is three times as fast in the second repeat, so medians over all laps would give 1.5
     laps = [lap(RANKUP, 1, 200), lap("Lightning", 1, 100), lap(RANKUP, 2, 600), lap("Lightning", 2, 300)]
     laps += [lap(RANKUP, 3, 150), lap("Lightning", 3, 100)]
     assert ratio(laps, RANKUP, "Lightning") == 2.0

@@ -277,6 +277,27 @@ def test_several_steps_for_one_batch_are_reported(forks: Forks, tmp_path: Path) 
     assert output.count("a batch took several steps") == 1
 
 
+def test_weight_of_a_batch_is_back_after_an_evaluation(forks: Forks, tmp_path: Path) -> None:
+    """Nobody is told to multiply by job.weight if the loop reads the weight of its loader."""
+    text = (
+        "import rankup\nfrom torch.utils.data import DataLoader\njob = rankup.init('run')\n"
+        "batches = job.batches(DataLoader(range(4), batch_size=3))\n"
+        "for part in batches:\n    with job.step():\n        own = [batches.weight]\n"
+        "left = None\n"
+        "for part in batches:\n"
+        "    del left\n    own += [job.weight]\n"  # the evaluation that `left` holds ends only here
+        "    own += [job.weight for _ in job.eval_batches([1], pad=True)]\n    own += [job.weight]\n"
+        "    for _ in job.eval_batches([1, 2]):\n        break\n"
+        "    own += [job.weight]\n    next(left := job.eval_batches([1, 2]))\n"
+        "    with job.step():\n        pass\n"
+        "print(f'own-{job.rank} {own}\\n', end='')\njob.finish()\n"
+    )
+    output = ran(forks, tmp_path, text, ranks=2)
+    assert "multiply the loss" not in output
+    assert said(output, "own-0") == str([2.0, 4 / 3, 1.0, 4 / 3, 4 / 3, 2.0, 1.0, 2.0, 2.0])
+    assert said(output, "own-1") == str([0.0, 2 / 3, 0.0, 2 / 3, 2 / 3, 0.0, 0.0, 0.0, 0.0])
+
+
 def test_persistent_workers_of_loaders_from_earlier_epochs_end(forks: Forks, tmp_path: Path) -> None:
     text = (
         "import psutil, rankup\nfrom torch.utils.data import DataLoader\njob = rankup.init('run', save_every_steps=0)\n"

@@ -236,10 +236,12 @@ def test_evaluation_sees_each_sample_once_in_the_same_batches(world_size: int, w
         assert sorted(chain(*half)) == [[*range(n, min(n + 8, 50))] for n in range(0, 50, 8)]
 
 
-def test_padded_evaluation_gives_all_ranks_the_same_number_of_batches() -> None:
-    loader = DataLoader(Numbers(), batch_size=8)
-    weights = [[w for _, w in evaluation_batches(loader, 1, rank, 3, pad=True)] for rank in range(3)]
-    assert weights == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
+@pytest.mark.parametrize("loader", [DataLoader(Numbers(), 8), DataLoader(Stream(), 6), [torch.arange(2)] * 7])
+def test_padded_evaluation_gives_all_ranks_the_same_number_of_batches(loader: Any) -> None:
+    by_rank = [[*evaluation_batches(loader, 1, rank, 3, pad=True)] for rank in range(3)]
+    assert [[weight for _, weight in own] for own in by_rank] == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
+    seen = [sample for batch, weight in chain(*by_rank) if weight for sample in batch.tolist()]
+    assert sorted(seen) == sorted(sample for batch in loader for sample in batch.tolist())
 
 
 def test_persistent_workers_of_an_evaluation_end_with_their_loader() -> None:

@@ -1,4 +1,4 @@
-"""Which of several copies a run goes on from, and which it never takes."""
+"""Which of several copies a run resumes from, and which copies it never uses."""
 
 import shutil
 from functools import partial
@@ -29,12 +29,12 @@ def line(number: int, *attempts: tuple[str, int], run: str = RUN) -> Lineage:
 
 
 A = line(1, ("a", 0))
-B = line(2, ("a", 0), ("b", 4))  # it went on from step 4 of `a`
+B = line(2, ("a", 0), ("b", 4))  # resumed from step 4 of `a`
 NODES = ["one", "one", "other"]  # by rank
 
 
 class Node:
-    """One rank, what lies on its disk and in its memory, and what it has said."""
+    """One rank, with the copies on its disk and in its memory, and the warnings that it has logged."""
 
     on_rank0 = Group.on_rank0
 
@@ -52,7 +52,7 @@ class Node:
         return value
 
     def copy(self, step: int, attempt: str, lineage: Lineage) -> Path:
-        """A second copy of that step."""
+        """Write a second copy of this step."""
         directory = self.run_dir / SECOND / lineage.run
         return save(directory, step, attempt=attempt, run=lineage.run, lineage=lineage.values())
 
@@ -64,7 +64,7 @@ class Node:
         self, known: Lineage | None, newest: tuple[int, str] | None = None, *, damaged: bool = False, of: str = RUN,
         replaced: bool = False,
     ) -> Run:
-        """`newest`: step and attempt of rank 0's newest checkpoint, a copy of the run `of`. `replaced`: of two."""
+        """Resume. `newest`: step and attempt of rank 0's checkpoint of the run `of`. `replaced`: it is there twice."""
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
         if newest:
             path = save(self.run_dir / "checkpoints", newest[0], attempt=newest[1], run=of)
@@ -92,18 +92,18 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 
 @pytest.mark.parametrize(("newest", "known", "copy", "expected"), [
-    (None, None, (4, "a", A), (4, "a")),  # node 0 came back empty
-    ((4, "a"), None, (8, "a", A), (4, "a")),  # it has checkpoints, and does not know of which run
-    (None, line(2, ("b", 0)), (4, "a", A), (4, "a")),  # its checkpoints are gone: better than nothing
+    (None, None, (4, "a", A), (4, "a")),  # node 0 came back with an empty disk
+    ((4, "a"), None, (8, "a", A), (4, "a")),  # it has checkpoints, but does not know their run
+    (None, line(2, ("b", 0)), (4, "a", A), (4, "a")),  # its checkpoints are gone, and the copy is better than nothing
     (None, B, (4, "a", line(1, ("a", 0), run="other")), None),
     ((4, "a"), A, (8, "a", A), (8, "a")),
-    ((8, "a"), A, (8, "a", A), (8, "a")),  # its own is as new
+    ((8, "a"), A, (8, "a", A), (8, "a")),  # its own checkpoint is as new
     ((4, "a"), B, (8, "a", A), (4, "a")),  # the run went on without it
-    ((4, "a"), A, (8, "b", B), (8, "b")),  # another node was node 0 meanwhile
+    ((4, "a"), A, (8, "b", B), (8, "b")),  # meanwhile another node was node 0
     ((9, "a"), A, (8, "b", B), (8, "b")),  # the run went on without this 9
-    ((9, "x"), A, (2, "x", A), (9, "x")),  # nobody knows any better
+    ((9, "x"), A, (2, "x", A), (9, "x")),  # no node knows a newer lineage
 ])
-def test_copy_is_the_newest_on_the_line_that_knows_most(
+def test_newest_copy_of_the_newest_lineage_is_used(
     node: Node, newest: tuple[int, str] | None, known: Lineage | None, copy: tuple[int, str, Lineage],
     expected: tuple[int, str] | None,
 ) -> None:
@@ -119,22 +119,22 @@ def test_copy_is_the_newest_on_the_line_that_knows_most(
         assert run.words == f"step {expected[0]}, the second copy on node0 (rank 0)"
 
 
-def test_checkpoint_of_another_run_gives_its_id_only_where_the_folder_knows_none(node: Node) -> None:
-    """Else this run would remove what the other one has in memory."""
+def test_checkpoint_of_another_run_gives_its_id_only_to_a_folder_without_one(node: Node) -> None:
+    """Otherwise this run would remove the other run's copies in memory."""
     assert node.go_on(A, (9, "x"), of="other").lineage.run == RUN
     assert node.go_on(None, (9, "x"), of="other").lineage.run == "other"
 
 
-def test_damaged_checkpoint_is_not_taken_for_the_one_that_is_saved(node: Node) -> None:
-    """Else the run would not save that step again, and rescue none before it."""
+def test_damaged_checkpoint_does_not_count_as_saved(node: Node) -> None:
+    """Otherwise the run would not save that step again, and would write no rescue before it."""
     node.copy(4, "a", A)
     run = node.go_on(A, (8, "a"), damaged=True)
     assert run.newest is not None
     assert (run.newest.step, run.saved) == (4, None)
 
 
-def test_of_two_of_the_same_step_the_later_is_taken_and_a_damaged_one_goes_to_no_other_place(node: Node) -> None:
-    """As a kill leaves them after the renames."""
+def test_newer_of_two_checkpoints_of_a_step_is_used_unless_it_is_damaged(node: Node) -> None:
+    """A kill between the renames of a save leaves both."""
     for damaged in (False, True):
         run = node.go_on(A, (8, "a"), damaged=damaged, replaced=True)
         assert run.newest is not None
@@ -142,7 +142,7 @@ def test_of_two_of_the_same_step_the_later_is_taken_and_a_damaged_one_goes_to_no
         assert run._newest_here == run.newest.path
 
 
-def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) -> None:
+def test_copies_of_several_runs_are_refused_if_node_0_knows_no_run(node: Node) -> None:
     for name in ("one", "other"):
         node.copy(4, "a", line(1, ("a", 0), run=name))
     with pytest.raises(UserError, match=r"got no run and copies of 2 runs: .* and .* Move away"):
@@ -150,12 +150,12 @@ def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) 
 
 
 @pytest.mark.parametrize(("known", "listed", "expected"), [
-    # Two ranks see one disk, and another node has the same path
+    # Two ranks share a disk, and another node has the same path
     (A, [Candidate(rank, NODES[rank], PEER, "/8", "", 8, "a", RUN, A.values()) for rank in range(3)], [(0, 8), (2, 8)]),
-    # What can't be read is tried, so that somebody tells of it
+    # An unreadable copy is tried, so that it is reported
     (A, [Candidate(0, "one", CHECKPOINT, f"/{step}", "", step, "a" * (step < 9), RUN) for step in (8, 9)],
      [(0, 9), (0, 8)]),
-    # The line that knows most went on from step 4
+    # The newest lineage resumed from step 4
     (None, [Candidate(1, "one", PEER, "/8", "", 8, "a", RUN, A.values()),
             Candidate(2, "other", PEER, "/6", "", 6, "b", RUN, B.values())], [(2, 6), (1, 8)]),
 ])
@@ -171,19 +171,19 @@ def test_copies_are_tried_in_this_order(
     {"run": "fedcba9876543210"}, {"attempt": "another"}, {"config": Config(lr=0.5).model_dump()},
     {"format": 1},
 ])
-def test_rescue_of_other_origin_is_never_taken(node: Node, fields: dict[str, Any]) -> None:
+def test_rescue_of_another_run_attempt_or_setting_is_never_used(node: Node, fields: dict[str, Any]) -> None:
     node.rescue(7, "a", **fields)
     assert node.go_on(A, (6, "a")).words == "step-00000006"
     assert node.said == []
 
 
-def test_rescue_whose_settings_have_no_effect_on_the_weights_is_taken(node: Node) -> None:
+def test_rescue_with_other_settings_without_effect_on_weights_is_used(node: Node) -> None:
     node.rescue(7, "a", config=Config(keep=9, epochs=99).model_dump())
     assert node.go_on(A).words.startswith("step 7, rescued")
     assert node.go_on(A, (7, "a")).words == "step-00000007"
 
 
-def test_line_of_attempts_goes_through_what_the_run_went_on_from_alone(tmp_path: Path) -> None:
+def test_lineage_has_only_attempts_from_which_the_run_resumed(tmp_path: Path) -> None:
     lineage = Lineage.new("first", "start")
     assert (lineage.attempts, lineage.begun_by) == ([], "first")
     lineage.add_attempt("first", step=0, writer=None)
@@ -192,10 +192,10 @@ def test_line_of_attempts_goes_through_what_the_run_went_on_from_alone(tmp_path:
     again = Lineage.read(tmp_path)
     assert again == lineage
     assert again.has(8, "first")
-    assert not again.has(9, "first"), "the run went on without it"
+    assert not again.has(9, "first"), "the run resumed from an earlier step"
     assert again.has(99, "second")
     assert not again.has(8, "third")
-    again.add_attempt("third", step=4, writer="first")  # what the second did is done again
+    again.add_attempt("third", step=4, writer="first")  # the second attempt's steps are repeated
     assert (again.attempts, again.number) == ([["first", 0], ["third", 4]], 3)
     assert again.has(4, "first")
     assert not again.has(8, "first")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, how damage is found, and how a job goes on from it."""
+"""What a checkpoint contains, how damage is found, and how a job resumes from it."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.rigs.jobs import result
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """Change fields of state.json as another version of the program would have written them: every digest fits."""
+    """Change fields of state.json, and the manifest's digest with them, as another version of the program would."""
     state, manifest = (json.loads((path / name).read_text()) for name in ("state.json", "manifest.json"))
     (path / "state.json").write_text(json.dumps(state | changes))
     manifest["files"]["state.json"] = fingerprint((path / "state.json").read_bytes())
@@ -36,7 +36,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, damage: str) -> None:
+def test_damaged_checkpoint_is_skipped_and_reported(tmp_path: Path, damage: str) -> None:
     save(tmp_path, 10)
     path = save(tmp_path, 20)
     harm, why = DAMAGE[damage]
@@ -45,12 +45,12 @@ def test_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, damage: str)
     assert step == 10
     assert len(said) == 1
     assert said[0].startswith(f"checkpoint step-00000020 was skipped: {why}")
-    assert load_checkpoint((tmp_path / "step-00000010").rename(tmp_path / "best")).step == 10  # as good by any name
+    assert load_checkpoint((tmp_path / "step-00000010").rename(tmp_path / "best")).step == 10  # any name is fine
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../secret", "shards/secret", "..", ""])
-def test_manifest_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
-    """What it names is read, and copied to where the run is mirrored."""
+def test_manifest_with_a_path_outside_is_refused(tmp_path: Path, name: str) -> None:
+    """Files that a manifest names are read, and are copied to the run's mirror."""
     path = save(tmp_path, 10)
     (path / "shards").mkdir()
     for secret in (tmp_path / "secret", path / "shards" / "secret"):
@@ -61,7 +61,7 @@ def test_manifest_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
     assert find_problem(path) == f"{MANIFEST} is damaged"
 
 
-def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+def test_folder_without_a_checkpoint_gives_none(tmp_path: Path) -> None:
     assert load_newest(tmp_path / "not there", print) is None
     (tmp_path / ".writing-step-00000010-1").mkdir()
     (tmp_path / "step-10").mkdir()
@@ -69,7 +69,7 @@ def test_no_checkpoint_is_none(tmp_path: Path) -> None:
     assert load_newest(tmp_path, print) is None
 
 
-def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+def test_steps_are_sorted_as_numbers(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000):
         save(tmp_path, step, keep=1)
     found = load_newest(tmp_path, print)
@@ -78,7 +78,7 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     assert [path.name for path in list_copies(tmp_path)] == ["step-100000000"]
 
 
-def test_job_resumes_from_the_newest_good_one_to_the_same_weights(forks: Forks, tmp_path: Path) -> None:
+def test_job_resumes_from_the_newest_undamaged_checkpoint(forks: Forks, tmp_path: Path) -> None:
     forks.ends(*train(tmp_path / "undisturbed"), world_size=2)
     run = tmp_path / "run"
     stop = {"PROBE": json.dumps({"where": "loss", "call": 22, "rank": 1, "signal": "SIGTERM"})}
@@ -91,7 +91,7 @@ def test_job_resumes_from_the_newest_good_one_to_the_same_weights(forks: Forks, 
     assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
 
 
-def test_job_with_damaged_checkpoints_only_is_refused_until_fresh(forks: Forks, tmp_path: Path) -> None:
+def test_job_with_only_damaged_checkpoints_is_refused_until_fresh(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert forks.run(*train(run, "--max-steps", "8"), world_size=2)[0] == [0, 0]
     flip(run / "checkpoints" / "step-00000008" / "model.safetensors", 100)
@@ -117,8 +117,8 @@ def test_five_steps_and_five_more_equal_ten_to_the_bit(forks: Forks, tmp_path: P
     assert {"format", "step", "evaluated", "config", "world_size", "versions", "data"} <= state.keys()
 
 
-def test_checkpoint_of_another_format_ends_with_2_and_one_line(forks: Forks, tmp_path: Path) -> None:
-    """Though an older checkpoint would fit."""
+def test_checkpoint_of_another_format_gives_code_2_and_one_line(forks: Forks, tmp_path: Path) -> None:
+    """It is refused although an older checkpoint would fit."""
     run = tmp_path / "run"
     forks.ends(*train(run, "--max-steps", "8", "--save-every-steps", "4"), world_size=2)
     assert steps(run / "checkpoints") == [4, 8]

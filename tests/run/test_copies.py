@@ -1,6 +1,6 @@
-"""Nodes without a shared disk: the newest checkpoint is on a second one as well, and found when node 0's disk is lost.
+"""Without a shared disk a second node also keeps the newest checkpoint, which is used if node 0's disk is lost.
 
-Each rank has a working directory of its own, and its run directory in it: a "node".
+Each rank has its own working directory with its own run directory, which makes it a "node" here.
 """
 
 import json
@@ -24,14 +24,14 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, outcome, result
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
-# In step 9: the ranks agree to stop two steps after the one that they are in
+# The signal comes in step 9, and the ranks agree to stop two steps later
 STOP: dict[str, Any] = {"where": "loss", "call": 11, "signal": "SIGTERM", "rank": 0}
 HOST = host_name()
 FROM_COPY = f"the second copy on {HOST} (rank 1)"
 
 
 class Nodes:
-    """Two machines without a shared disk."""
+    """Two nodes without a shared disk."""
 
     def __init__(self, forks: Forks, folder: Path) -> None:
         self.forks, self.folders = forks, [folder / "node0", folder / "node1"]
@@ -51,7 +51,7 @@ class Nodes:
         return sorted(self.runs(node).glob(f"{SECOND}/*/step-*"))
 
     def lose(self, node: int = 0) -> None:
-        """A machine in place of this one, with an empty disk."""
+        """Replace this node by one with an empty disk."""
         shutil.rmtree(self.folders[node])
         self.folders[node].mkdir()
 
@@ -63,7 +63,7 @@ def nodes(forks: Forks, tmp_path: Path) -> Nodes:
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Result and metrics of the run that nothing happens to."""
+    """Result and metrics of an undisturbed run."""
     nodes = Nodes(forks, tmp_path_factory.mktemp("undisturbed"))
     output = nodes.run()
     assert "also keeps the newest checkpoint, because the nodes share no disk\n" in output
@@ -73,10 +73,10 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return outcome(nodes.runs(0))
 
 
-# A node 0 that comes back empty ---------------------------------------------------------------------------------
+# Node 0 comes back with an empty disk ---------------------------------------------------------------------------
 
 
-def test_run_goes_on_from_the_copy_to_the_same_weights(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
+def test_run_resumes_from_the_second_copy_to_the_same_weights(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
     nodes.run(code=143, **STOP)
     (copied,) = nodes.copies()
     own, (step,) = nodes.runs(0) / "checkpoints" / copied.name, steps(copied.parent)
@@ -91,14 +91,14 @@ def test_run_goes_on_from_the_copy_to_the_same_weights(nodes: Nodes, undisturbed
     assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
     later = [entry for entry in undisturbed["metrics"] if entry["step"] > step]
     assert [entry for entry in comparable_metrics(nodes.runs(0)) if entry["step"] > step] == later
-    nodes.lose()  # of a finished run: it is finished again without another step
+    nodes.lose()  # after the end of the run: no step is repeated
     output = nodes.run()
     assert f"resumed from step 32, {FROM_COPY}" in output
     assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
     assert "is finished: 32 steps" in nodes.run()
 
 
-def test_rescue_of_the_other_node_is_found_too(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
+def test_rescue_on_the_other_node_is_found_too(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
     there = nodes.folders[0] / "there"
     order = {"where": "loss", "call": 12, "rank": 0, "tell": str(there), "until": "never"}
     more: dict[str, Any] = {"world_size": 2, "cwds": nodes.folders, "env": {"PROBE": json.dumps(order)}}
@@ -111,8 +111,8 @@ def test_rescue_of_the_other_node_is_found_too(nodes: Nodes, undisturbed: dict[s
     assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
 
 
-def test_nodes_that_come_in_another_order_go_on_from_the_newest(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
-    """As Slurm may give them: the disk with the checkpoints is node 1's now, and later node 0's again, but outdated."""
+def test_nodes_in_another_order_resume_from_the_newest_copy(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
+    """Slurm may change their order. The checkpoints become node 1's, and later node 0's again, but outdated."""
     nodes.run(code=143, **STOP)
     nodes.folders.reverse()
     assert f"resumed from step 10, the second copy on {HOST} (rank 0)" in nodes.run(code=143, **STOP)
@@ -122,11 +122,11 @@ def test_nodes_that_come_in_another_order_go_on_from_the_newest(nodes: Nodes, un
     assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
 
 
-# Which of several ----------------------------------------------------------------------------------------------
+# Which copy is used ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", STATE])
-def test_damaged_copy_is_no_loss_and_never_a_silent_beginning(
+def test_damaged_copy_never_leads_to_a_silent_fresh_start(
     nodes: Nodes, undisturbed: dict[str, Any], name: str
 ) -> None:
     nodes.run(code=143, **STOP)
@@ -143,12 +143,12 @@ def test_damaged_copy_is_no_loss_and_never_a_silent_beginning(
     assert [path.name for path in nodes.copies()] == ["step-00000032"]
 
 
-def test_other_settings_are_refused_and_fresh_takes_no_copy(nodes: Nodes) -> None:
+def test_other_settings_are_refused_and_fresh_uses_no_copy(nodes: Nodes) -> None:
     nodes.run(code=143, **STOP)
     nodes.lose()
     assert "was begun with other settings: lr: 0.08 -> 0.25" in nodes.run("--lr=0.25", code=2)
     assert len(nodes.copies()) == 1
-    output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 3})  # before the first checkpoint of it
+    output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 3})  # before its first checkpoint
     assert "resumed" not in output
     (aside,) = nodes.runs(1).glob(f"before-*-{SECOND}-*/step-*")
     assert load_checkpoint(aside).record["config"]["lr"] == 0.08
@@ -156,7 +156,7 @@ def test_other_settings_are_refused_and_fresh_takes_no_copy(nodes: Nodes) -> Non
     assert "resumed from step 2, " in nodes.run("--lr=0.25", "--max-steps=4")
 
 
-def test_disk_that_takes_no_copy_is_one_line_and_the_training_goes_on(
+def test_disk_that_cannot_keep_a_copy_gives_one_line_and_training_continues(
     nodes: Nodes, undisturbed: dict[str, Any]
 ) -> None:
     nodes.runs(1).mkdir(parents=True)
@@ -166,7 +166,7 @@ def test_disk_that_takes_no_copy_is_one_line_and_the_training_goes_on(
     assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
 
 
-def test_shared_disk_holds_no_copy(forks: Forks, tmp_path: Path) -> None:
+def test_shared_disk_gets_no_second_copy(forks: Forks, tmp_path: Path) -> None:
     output = forks.ends(*LINE, world_size=2, cwds=[tmp_path, tmp_path])
     assert "copies " not in output
     assert not (tmp_path / "runs" / "run" / SECOND).exists()
@@ -176,7 +176,7 @@ def test_shared_disk_holds_no_copy(forks: Forks, tmp_path: Path) -> None:
 
 
 class Writer:
-    """Second copies, what was said of them, and where they lie."""
+    """A writer of second copies, with the warnings that it logged and the folder of its copies."""
 
     def __init__(self, folder: Path) -> None:
         self.said: list[str] = []
@@ -190,7 +190,7 @@ class Writer:
         self.second.save(step, to_json(training_state(step)), tracked, wait=wait)
 
 
-def test_slow_disk_leaves_copies_out_but_not_the_last_and_none_of_a_line_that_the_run_has_left_stays(
+def test_slow_disk_skips_copies_except_the_last_and_removes_outdated_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, write, writer, written = threading.Event(), state_copies.write_durably, Writer(tmp_path), set[str]()
@@ -203,7 +203,7 @@ def test_slow_disk_leaves_copies_out_but_not_the_last_and_none_of_a_line_that_th
 
     monkeypatch.setattr(state_copies, "write_durably", slow)
     writer.save(4)
-    writer.save(8)  # left out: the training does not wait
+    writer.save(8)  # skipped, because the training does not wait
     go_on.set()
     writer.save(12, wait=True)
     writer.second.join()
@@ -211,6 +211,6 @@ def test_slow_disk_leaves_copies_out_but_not_the_last_and_none_of_a_line_that_th
     assert written == {"step-00000004", "step-00000012"}
 
 
-def test_ranks_that_differ_on_purpose_keep_no_copy(nodes: Nodes) -> None:
+def test_ranks_that_are_not_compared_keep_no_second_copy(nodes: Nodes) -> None:
     nodes.run("--compare-every-steps=0")
     assert nodes.copies() == []

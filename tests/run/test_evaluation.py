@@ -1,4 +1,4 @@
-"""Evaluation is exact: counts and loss are the same, with ==, for any number of ranks."""
+"""Evaluation is exact: counts and losses are equal (==) for any number of ranks."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ WORLDS = (1, 2, 3, 4)
 
 @pytest.fixture(scope="module")
 def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory with a checkpoint that is neither right nor wrong about everything."""
+    """A run whose model is right about some samples and wrong about others."""
     folder = tmp_path_factory.mktemp("trained")
     forks.ends("train", *DIGITS, "--max-steps", "30", "--name", "run", "--run-dir", folder)
     return folder / "run"
@@ -29,9 +29,9 @@ def evaluated(forks: Forks, run: Path, world_size: int, *arguments: str) -> dict
     return outcome
 
 
-# 101 in tens: no world size divides it. 15 in tens and 101 at once leave ranks without a batch.
+# No world size divides 101 samples in batches of 10. 15 in batches of 10, and 101 in one, leave ranks without a batch
 @pytest.mark.parametrize(("limit", "batch"), [("101", "10"), ("15", "10"), ("101", "200")])
-def test_evaluate_counts_the_same_on_any_number_of_ranks(forks: Forks, trained: Path, limit: str, batch: str) -> None:
+def test_evaluate_is_equal_on_any_number_of_ranks(forks: Forks, trained: Path, limit: str, batch: str) -> None:
     worlds = WORLDS if (limit, batch) == ("101", "10") else (1, 4)
     outcomes = [
         evaluated(forks, trained, world_size, "--limit-eval", limit, "--eval-batch-size", batch)
@@ -41,11 +41,11 @@ def test_evaluate_counts_the_same_on_any_number_of_ranks(forks: Forks, trained: 
     assert all(outcome["metrics"] == outcomes[0]["metrics"] for outcome in outcomes)
     assert set(outcomes[0]["metrics"]) == {"loss", "accuracy", "accuracy_top5"}
     right = outcomes[0]["metrics"]["accuracy"] * int(limit)
-    assert round(right) == pytest.approx(right, abs=1e-9)  # a whole number of samples, of which none counted twice
+    assert round(right) == pytest.approx(right, abs=1e-9)  # a whole number, so no sample counted twice
 
 
-def test_train_evaluates_the_same_on_any_number_of_ranks(forks: Forks, trained: Path, tmp_path: Path) -> None:
-    """From one set of weights, with a rate too small to change them: what differs is only who evaluates."""
+def test_train_evaluates_equally_on_any_number_of_ranks(forks: Forks, trained: Path, tmp_path: Path) -> None:
+    """All start from the same weights, with a rate too small to change them. Only the number of ranks differs."""
     checkpoint = next((trained / "checkpoints").iterdir())
     found = []
     for world_size in WORLDS:
@@ -64,9 +64,8 @@ RECORDED = ("--workload", "tests.rigs.recording_workload:build", "--name", "run"
        "12", "--eval-batch-size", "10", "--max-steps", "6")
 
 
-def test_evaluation_by_several_ranks_is_of_one_model(forks: Forks, tmp_path: Path) -> None:
-    """Each rank's batch norm has statistics of its own after a step: those of rank 0 count, which the checkpoint
-    holds."""
+def test_evaluation_on_several_ranks_is_of_rank_0s_model(forks: Forks, tmp_path: Path) -> None:
+    """After a step each rank's batch norm has its own statistics. Rank 0's count, because the checkpoint has them."""
     record = tmp_path / "record"
     forks.ends(
         "train", *RECORDED, "--options.model", "norm", "--options.record", record, "--run-dir", tmp_path, world_size=3
@@ -78,7 +77,7 @@ def test_evaluation_by_several_ranks_is_of_one_model(forks: Forks, tmp_path: Pat
 
 
 def test_evaluation_leaves_frozen_parts_in_eval_mode(forks: Forks, tmp_path: Path) -> None:
-    """model.train() afterwards would thaw them, and a resumed run would differ from an undisturbed one."""
+    """A model.train() after the evaluation would unfreeze them, and a resumed run would get other weights."""
     record = tmp_path / "record"
     line = ("train", *RECORDED, "--schedule", "constant", "--options.model", "norm", "--options.frozen_norm", "true",
             "--run-dir", tmp_path)

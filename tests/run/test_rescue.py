@@ -1,4 +1,4 @@
-"""Where a rescue is written, who may take it, and what is left of it in the end."""
+"""Where a rescue is written, which ranks may use it, and that none is left in the end."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ RUN, OTHER, ATTEMPT = "0123456789abcdef", "fedcba9876543210", "20200101T000000-a
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of /dev/shm; the temporary directory is `tmp_path / "tmp"`."""
+    """A folder in place of /dev/shm. The temporary folder is `tmp_path / "tmp"`."""
     for name in ("shm", "tmp"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr("rankup.state.memory.SHARED_MEMORY", tmp_path / "shm")
@@ -51,9 +51,9 @@ def test_rescue_is_a_checkpoint_that_only_its_user_can_read(memory: Path) -> Non
     assert stat.S_IMODE(path.parents[1].stat().st_mode) == 0o700
 
 
-def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory: Path) -> None:
+def test_second_rank_of_a_node_writes_a_rescue_only_if_it_is_newer(memory: Path) -> None:
     def unexpected() -> dict[str, bytes]:
-        raise AssertionError("the state was copied once more")
+        raise AssertionError("the state was copied again")
 
     write(7)
     write_rescue(RUN, 7, ATTEMPT, unexpected)
@@ -62,10 +62,10 @@ def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory
     assert [path.name for path in (memory / f"rankup-{os.getuid()}" / RUN).glob("step-*")] == ["step-00000008"]
 
 
-def test_ranks_of_a_node_that_rescue_at_once_copy_the_state_once(memory: Path) -> None:
+def test_ranks_of_a_node_that_rescue_together_copy_the_state_once(memory: Path) -> None:
     def make() -> dict[str, Content]:
         made.append(7)
-        time.sleep(0.2)  # the others come meanwhile
+        time.sleep(0.2)  # meanwhile the others come
         return files(7)
 
     made: list[int] = []
@@ -75,7 +75,7 @@ def test_ranks_of_a_node_that_rescue_at_once_copy_the_state_once(memory: Path) -
     assert (made, found()) == ([7], 7)
 
 
-def test_rank_that_has_saved_leaves_the_rescue_that_another_one_writes(memory: Path) -> None:
+def test_removal_by_one_rank_spares_the_rescue_that_another_writes(memory: Path) -> None:
     def make() -> dict[str, Content]:
         (folder / ".writing-step-00000008").mkdir()
         saved.start()
@@ -90,7 +90,7 @@ def test_rank_that_has_saved_leaves_the_rescue_that_another_one_writes(memory: P
     assert [path.parent for path in list_held()] == [folder]
 
 
-def test_rescue_of_an_earlier_attempt_which_may_be_damaged_is_written_anew(memory: Path) -> None:
+def test_rescue_of_an_earlier_attempt_is_replaced(memory: Path) -> None:
     write(7)
     flip(memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "model.safetensors", 99)
     write(7, attempt="next")
@@ -98,7 +98,7 @@ def test_rescue_of_an_earlier_attempt_which_may_be_damaged_is_written_anew(memor
 
 
 @pytest.mark.parametrize("file", ["", "manifest.json", None])
-def test_temporary_directory_where_shared_memory_can_not_be_written_or_is_absent(
+def test_rescue_goes_to_tmp_if_shared_memory_is_absent_or_read_only(
     memory: Path, monkeypatch: pytest.MonkeyPatch, file: str | None
 ) -> None:
     opens = Path.open
@@ -115,7 +115,7 @@ def test_temporary_directory_where_shared_memory_can_not_be_written_or_is_absent
     assert [path.parents[2].name for path in list_held()] == ["tmp"]
 
 
-def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> None:
+def test_memory_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> None:
     own = memory / f"rankup-{os.getuid()}"
     (memory / "elsewhere").mkdir(mode=0o700)
     own.symlink_to(memory / "elsewhere")
@@ -125,13 +125,13 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     own.unlink()
     (memory.parent / "tmp" / own.name).rename(own)
     assert found() == 7
-    own.chmod(0o777)  # somebody else may have put it there
+    own.chmod(0o777)  # another user may have written to it
     assert found() is None
     write(8)
     assert [path.parents[2].name for path in list_held()] == ["tmp"]
 
 
-def test_nothing_is_left_once_a_later_checkpoint_stands_but_what_other_runs_keep(memory: Path) -> None:
+def test_later_checkpoint_removes_rescues_of_this_run_and_of_no_other(memory: Path) -> None:
     for run in (RUN, OTHER):
         write_rescue(run, 7, ATTEMPT, lambda: files(7))
     remove(OTHER)
@@ -142,7 +142,7 @@ def test_nothing_is_left_once_a_later_checkpoint_stands_but_what_other_runs_keep
     assert list(memory.glob("*/*")) == []
 
 
-def test_what_nobody_went_on_with_is_removed_after_a_week(memory: Path) -> None:
+def test_unused_rescues_are_removed_after_a_week(memory: Path) -> None:
     other = f"{OTHER}.rank-00001"
     for run, days in ((OTHER, 8), (other, 8), ("0000000000000000", 6)):
         write_rescue(run, 7, ATTEMPT, lambda: files(7))
@@ -151,7 +151,7 @@ def test_what_nobody_went_on_with_is_removed_after_a_week(memory: Path) -> None:
     assert {path.name for path in memory.glob("*/*")} == {RUN, "0000000000000000"}
 
 
-def test_ranks_of_a_node_remove_it_at_the_same_time(memory: Path) -> None:
+def test_ranks_of_a_node_can_remove_a_rescue_at_the_same_time(memory: Path) -> None:
     with ThreadPoolExecutor(4) as ranks:
         for step in range(1, 60):
             write(step)
@@ -161,8 +161,8 @@ def test_ranks_of_a_node_remove_it_at_the_same_time(memory: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["run.json", "state.json"])
-def test_id_of_a_run_leads_to_no_folder_elsewhere(forks: Forks, tmp_path: Path, file: str) -> None:
-    """Rescues lie in a folder of that name, and are removed."""
+def test_id_of_a_run_never_leads_to_another_folder(forks: Forks, tmp_path: Path, file: str) -> None:
+    """Rescues are in a folder with the id as its name, and are removed from there."""
     victim = tmp_path / "private" / "thesis"
     for folder in (victim.parent, victim):
         folder.mkdir(mode=0o700)

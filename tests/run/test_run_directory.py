@@ -1,4 +1,4 @@
-"""The run directory over several attempts: refused, resumed, finished, put aside, and never mixed up."""
+"""The run directory over several attempts: runs are refused, resumed, finished or moved aside, and never mixed up."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ def finished(forks: Forks, run: Path, *more: str, world_size: int = 1) -> str:
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """All that an attempt which changes nothing must leave as it was."""
+    """Return the files that an attempt without a step must not change, and their content."""
     kept = [*run.glob("checkpoints/*/*"), run / "metrics.jsonl", run / "result.json", run / "config.yaml"]
     return {str(path): path.read_bytes() for path in kept if path.exists()}
 
@@ -35,10 +35,10 @@ def test_changed_setting_is_refused_by_name(forks: Forks, tmp_path: Path) -> Non
     assert "--fresh" in output
     assert output.count("was begun with other settings") == 1
     assert contents(run) == before
-    assert status(run) == first  # a command that was refused is no end of the run
+    assert status(run) == first  # a refused command does not end the run
 
 
-def test_more_epochs_and_settings_without_effect_on_the_weights_go_on_as_if_asked_for_at_once(
+def test_run_extended_in_parts_equals_one_that_had_all_epochs_at_once(
     forks: Forks, tmp_path: Path
 ) -> None:
     more = ("--num-workers", "1", "--keep", "1", "--save-every-steps", "3", "--log-every-steps", "2")
@@ -52,10 +52,10 @@ def test_more_epochs_and_settings_without_effect_on_the_weights_go_on_as_if_aske
     assert result(run)["step"] == 24
 
 
-def test_fresh_starts_anew_and_keeps_what_was_there(forks: Forks, tmp_path: Path) -> None:
+def test_fresh_starts_a_new_run_and_keeps_the_earlier_one(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1", "--fresh")
-    assert not list(run.glob("before-*"))  # there was nothing
+    assert not list(run.glob("before-*"))  # there was no earlier run
     before = contents(run)
     output = finished(forks, run, "--epochs", "1", "--lr", "0.25", "--fresh", world_size=2)
     assert "resumed" not in output
@@ -66,7 +66,7 @@ def test_fresh_starts_anew_and_keeps_what_was_there(forks: Forks, tmp_path: Path
 
 
 @pytest.mark.parametrize("epochs", ["2", "1"])
-def test_finished_run_says_so_and_changes_nothing(forks: Forks, tmp_path: Path, epochs: str) -> None:
+def test_finished_run_says_so_and_changes_no_file(forks: Forks, tmp_path: Path, epochs: str) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "2", world_size=2)
     before, first = contents(run), status(run)
@@ -83,7 +83,7 @@ def test_finished_run_says_so_and_changes_nothing(forks: Forks, tmp_path: Path, 
     ("model", (), "does not fit this model: "),
     ("model", ("--parallel=fsdp", "--checkpoint-format=sharded"), "does not fit this model: "),
 ])
-def test_other_data_or_model_under_the_same_settings_is_refused_in_one_line(
+def test_other_data_or_model_with_equal_settings_is_refused_in_one_line(
     forks: Forks, tmp_path: Path, other: str, more: tuple[str, ...], message: str
 ) -> None:
     run, preload = tmp_path / "run", f"{__name__}:other_{other}"
@@ -103,7 +103,7 @@ def other_model() -> None:
     other_data(model=nn.Sequential(nn.Linear(8, 4)))
 
 
-def test_killed_job_leaves_its_own_attempt_as_running_never_yesterdays_success(forks: Forks, tmp_path: Path) -> None:
+def test_killed_job_never_leaves_the_status_of_an_earlier_success(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")
     yesterday = status(run)
@@ -119,12 +119,12 @@ def test_killed_job_leaves_its_own_attempt_as_running_never_yesterdays_success(f
 
 
 def as_user(number: int, *command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """As a user without privileges and without an entry in the password file."""
+    """Run a command as a user without privileges and without an entry in the password file."""
     words = ["unshare", "--user", f"--map-user={number}", f"--map-group={number}", *map(str, command)]
     return subprocess.run(words, env=environment(env), capture_output=True, text=True, timeout=300, cwd=ROOT)
 
 
-def test_run_dir_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_run_dir_that_cannot_be_written_gives_one_line(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs").chmod(0o555)
     done = as_user(65534, sys.executable, MAIN, *train(tmp_path / "runs" / "run"))
@@ -136,21 +136,21 @@ def test_run_dir_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "where", ["run", "run/logs", "run/checkpoints", "run/status", "run/metrics.jsonl", "run/.lock"]
 )
-def test_file_or_folder_in_the_way_is_one_line(forks: Forks, tmp_path: Path, where: str) -> None:
+def test_file_or_folder_in_the_way_gives_one_line(forks: Forks, tmp_path: Path, where: str) -> None:
     run = tmp_path / "run"
     path = tmp_path / where
     path.parent.mkdir(exist_ok=True)
     path.mkdir() if path.suffix == ".jsonl" or path.name == ".lock" else path.write_text("in the way")
     codes, output = forks.run(*train(run, "--epochs", "1"), world_size=2)
     assert "Traceback" not in output
-    if where == "run/status":  # only reports go there, which the training does not need
+    if where == "run/status":  # has only reports, which the training does not need
         assert codes == [0, 0], output
     else:
         assert codes == [2, 2], output
         assert "error: " in output
 
 
-def test_user_without_name_and_home_can_train(tmp_path: Path) -> None:
+def test_user_without_a_name_and_a_home_can_train(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir(mode=0o555)
     done = as_user(12345, sys.executable, MAIN, *train(tmp_path / "run", "--epochs", "1", "--tensorboard=true"),
                    HOME=str(tmp_path / "home"), USER="", LOGNAME="", PYTHONPATH=str(ROOT))

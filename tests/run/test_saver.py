@@ -1,4 +1,4 @@
-"""The training goes on while rank 0 writes a checkpoint, and nothing else differs from a save that it waits for."""
+"""Training continues while rank 0 writes a checkpoint. The files equal those of a save for which training waits."""
 
 import errno
 import json
@@ -22,15 +22,15 @@ from tests.rigs.jobs import metrics, result
 
 # 8 of the 32 steps end with a save
 OFTEN = ("--save-every-steps=4", "--keep=99")
-# Step 20 alone, and the last
+# Save only step 20 and the last step
 ONCE = ("--save-every-steps=20", "--evaluate-every-epochs=4", "--keep=99")
 
 
 def held_save() -> None:
-    """Preloaded: once its weights are written, a save waits until a file is there. HOLD: {"step", "until", "fails"}.
+    """Preloaded. Once its weights are written, a save waits for a file. HOLD: {"step", "until", "fails"}.
 
-    The file `writing` beside that one says that it waits. `fails`: the number of the error that it ends with, or -1 for
-    one that nobody expects; the file `failed` says so.
+    `until`: the file. The file `writing` beside it shows that the save waits. `fails`: the errno with which the save
+    then ends, or -1 for an unexpected error. The file `failed` shows that it failed.
     """
     from rankup.state import copies
 
@@ -54,6 +54,15 @@ def held_save() -> None:
     copies.write_durably = held
 
 
+def held_save_and_late_lease() -> None:
+    """Preloaded: `held_save`, and each rank sees the lease late once, as over NFS."""
+    from rankup.state.run import Run
+
+    held_save()
+    sees, late = Run._sees, [False]
+    Run._sees = lambda self: late.pop() if late else sees(self)  # type: ignore[method-assign]
+
+
 HELD = "tests.run.test_saver:held_save"
 
 
@@ -62,7 +71,7 @@ def hold(until: Path, *, step: int = 8, fails: int = 0) -> dict[str, str]:
 
 
 def in_step(step: int, **more: Any) -> dict[str, str]:
-    """What happens as the loss of that step is computed. Calls are counted from 3."""
+    """Return a probe for the loss of this step. Step 1 has call 3."""
     return {"PROBE": json.dumps({"where": "loss", "call": step + 2, "sleep_s": 0.0, **more})}
 
 
@@ -73,7 +82,7 @@ SHARDED = ("--parallel=fsdp", "--checkpoint-format=sharded", "--memory-every-ste
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The run directory of the run that nobody disturbs, and that waits for each save."""
+    """A function that returns the run directory of an undisturbed run, which waits for each save."""
     known: dict[tuple[str, ...], Path] = {}
 
     def of(world_size: int, *more: str) -> Path:
@@ -89,13 +98,13 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Undis
 @pytest.mark.parametrize(("world_size", "more"), [
     (1, ("--parallel=dp", "--device=cpu")), (2, ()), (2, ("--precision=fp16",)), (2, (*SHARDED, *ADAMW)),
 ], ids=["dp", "ddp", "fp16", "sharded"])
-def test_steps_are_done_while_a_save_is_written_and_its_files_are_the_same_to_the_byte(
+def test_training_continues_during_a_save_whose_files_equal_a_waiting_saves(
     forks: Forks, undisturbed: Undisturbed, tmp_path: Path, world_size: int, more: tuple[str, ...]
 ) -> None:
-    # Step 11 lets the save of step 8 go on: a training that waited for that save would wait until the deadline
+    # Step 11 lets the save of step 8 continue, so training that waited for the save would wait until the deadline
     env = hold(tmp_path / "go") | in_step(11, tell=str(tmp_path / "go"), rank=0)
     line = train(tmp_path / "run", *OFTEN, "--save-timeout-s=60", *more)
-    forks.ends(*line, world_size=world_size, env=env, preload=HELD)
+    forks.ends(*line, world_size=world_size, env=env, preload=f"{HELD}_and_late_lease" if SHARDED[0] in more else HELD)
     assert (tmp_path / "writing").exists()
     whole, found = undisturbed(world_size, *more), tmp_path / "run" / "checkpoints"
     assert result(tmp_path / "run")["digest"] == result(whole)["digest"]
@@ -103,14 +112,14 @@ def test_steps_are_done_while_a_save_is_written_and_its_files_are_the_same_to_th
     for file in (whole / "checkpoints").glob("*/*"):
         other = found / file.parent.name / file.name
         assert other.exists()
-        if file.name not in ("state.json", "manifest.json"):  # they name the run
+        if file.name not in ("state.json", "manifest.json"):  # these name the run
             assert other.read_bytes() == file.read_bytes(), other
 
 
-def test_step_that_is_saved_again_is_put_together_in_another_folder(
+def test_step_that_is_saved_again_is_written_to_another_staging_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After its evaluation. Over NFS another node may still take the folder's old name for the copy that it became."""
+    """A step is saved again after its evaluation. On NFS another node may still see the first staging folder."""
     create, names = copies.create_staging, list[str]()
 
     def noted(staging: Path) -> Path:
@@ -130,7 +139,7 @@ def test_step_that_is_saved_again_is_put_together_in_another_folder(
     assert (len({*names}), steps(tmp_path)) == (2, [8])
 
 
-def test_memory_of_a_copy_is_used_again_also_where_the_state_has_grown() -> None:
+def test_memory_of_a_copy_is_reused_even_if_the_state_has_grown() -> None:
     copies = HostCopies(torch.device("cpu"))
     weights, momentum = torch.ones(1000), torch.ones(500)
     first = copies.take({"weights": weights})["weights"].data_ptr()
@@ -139,7 +148,7 @@ def test_memory_of_a_copy_is_used_again_also_where_the_state_has_grown() -> None
 
 
 @pytest.mark.gpu
-def test_copy_from_a_gpu_is_of_the_moment_it_was_asked_for() -> None:
+def test_copy_from_a_gpu_has_the_state_at_the_time_of_the_request() -> None:
     device = torch.device("cuda", 0)
     weights, copies = torch.ones(50_000_000, device=device), HostCopies(device)
     assert copies.wait() == 0.0
@@ -152,8 +161,8 @@ def test_copy_from_a_gpu_is_of_the_moment_it_was_asked_for() -> None:
         assert bool((copied == 1.0).all())
 
 
-def test_evaluation_with_workers_goes_on_beside_a_save(forks: Forks, tmp_path: Path) -> None:
-    # Three batches an evaluation, and rank 1 repeats the last one: it has its third call in the second evaluation
+def test_evaluation_with_workers_continues_during_a_save(forks: Forks, tmp_path: Path) -> None:
+    # An evaluation has three batches, and rank 1 repeats the last one, so its third call is in the second evaluation
     order = {"where": "evaluate", "call": 3, "rank": 1, "tell": str(tmp_path / "go")}
     env = hold(tmp_path / "go") | {"PROBE": json.dumps(order)}
     line = train(tmp_path / "run", "--num-workers=2", "--eval-batch-size=7", "--save-timeout-s=60")
@@ -162,7 +171,7 @@ def test_evaluation_with_workers_goes_on_beside_a_save(forks: Forks, tmp_path: P
 
 
 def counted_saves() -> None:
-    """Preloaded: a save notes in the file SAVES when it begins and ends, and in which thread. It takes a while."""
+    """Preloaded. A save takes a while, and records its begin, end and thread in the file SAVES."""
     from rankup.state import copies, saver
 
     save, file = copies.save, Path(os.environ["SAVES"])
@@ -183,7 +192,7 @@ def counted_saves() -> None:
 @pytest.mark.parametrize(("how", "free", "thread"), [
     ("auto", "", "save"), ("sync", "", "MainThread"), ("auto", "1000", "MainThread"),
 ])
-def test_one_save_after_the_other_beside_the_training_where_memory_allows(
+def test_saves_run_one_at_a_time_and_in_the_background_if_memory_allows(
     forks: Forks, tmp_path: Path, how: str, free: str, thread: str
 ) -> None:
     env = {"SAVES": str(tmp_path / "saves")} | ({"FREE": free} if free else {})
@@ -202,7 +211,7 @@ def test_one_save_after_the_other_beside_the_training_where_memory_allows(
 @pytest.mark.parametrize(("code", "what", "own"), [
     (143, in_step(9, signal="SIGTERM", rank=1), [10]), (2, in_step(10, rank=0, **{"raise": "UserError"}), []),
 ], ids=["stop, which saves its own step", "mistake"])
-def test_end_does_not_cost_the_save_under_way(
+def test_end_of_a_job_finishes_the_running_save(
     forks: Forks, tmp_path: Path, code: int, what: dict[str, str], own: list[int]
 ) -> None:
     run, asked = tmp_path / "run", tmp_path / "asked"
@@ -221,7 +230,7 @@ def test_end_does_not_cost_the_save_under_way(
     ((), errno.ENOSPC, 2, "has no space left"), ((), errno.EIO, 2, "must be writable, got Input/output error"),
     ((), -1, 1, "LookupError: nobody expected this"), (SHARDED, errno.ENOSPC, 2, "has no space left"),
 ])
-def test_failure_ends_all_ranks_at_the_next_step(
+def test_failed_save_ends_all_ranks_at_the_next_step(
     forks: Forks, tmp_path: Path, more: tuple[str, ...], fails: int, code: int, line: str
 ) -> None:
     run, failed = tmp_path / "run", tmp_path / "failed"
@@ -249,7 +258,7 @@ def test_survivor_that_writes_a_rescue_does_not_wait_for_the_disk(
 
 
 def held_save_without_rescue() -> None:
-    """Preloaded: `held_save` on a node that has no memory for a rescue."""
+    """Preloaded. `held_save` on a node without memory for a rescue."""
     from rankup.state import memory
 
     def fails(*_: Any) -> None:
@@ -259,7 +268,7 @@ def held_save_without_rescue() -> None:
     memory.write_rescue = fails
 
 
-def test_survivor_that_has_no_rescue_finishes_the_save_under_way(forks: Forks, tmp_path: Path) -> None:
+def test_survivor_without_a_rescue_finishes_the_running_save(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     line, preload = train(run, *OFTEN), "tests.run.test_saver:held_save_without_rescue"
     env = hold(tmp_path / "go") | in_step(10, rank=1, signal="SIGKILL")

@@ -1,4 +1,4 @@
-"""Weights: their digest, starting from given ones, and the same ones on every rank at the start."""
+"""Weights: their digest, a start from given weights, and equal initial weights on all ranks."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.rigs.jobs import result
 from train.run import weights
 
 
-def test_digest_sees_names_types_shapes_and_bits() -> None:
+def test_digest_of_weights_depends_on_names_types_shapes_and_bits() -> None:
     state = {"a": torch.zeros(2, 3), "b": torch.zeros((), dtype=torch.int64)}
     digests = {
         weights.digest(state),
@@ -45,7 +45,7 @@ def started_from(path: Path) -> tuple[dict[str, torch.Tensor], str]:
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 @pytest.mark.parametrize("envelope", [None, "state_dict", "model"])
-def test_weights_load_whatever_wrapped_the_model(tmp_path: Path, prefix: str, envelope: str | None) -> None:
+def test_weights_of_wrapped_models_load(tmp_path: Path, prefix: str, envelope: str | None) -> None:
     given = plain_model().state_dict()
     prefixed: dict[str, Any] = {prefix + name: value for name, value in given.items()}
     torch.save({envelope: prefixed, "epoch": 3} if envelope else prefixed, tmp_path / "w.pt")
@@ -54,7 +54,7 @@ def test_weights_load_whatever_wrapped_the_model(tmp_path: Path, prefix: str, en
     assert said == f"started from {tmp_path / 'w.pt'}: 4 of 4 tensors"
 
 
-def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> None:
+def test_weights_load_from_safetensors_and_folders_of_hugging_face(tmp_path: Path) -> None:
     given = plain_model().state_dict()
     for folder in ("whole", "parts"):
         (tmp_path / folder).mkdir()
@@ -75,7 +75,7 @@ def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> No
             started_from(tmp_path / "parts")
         index.write_text(json.dumps({"weight_map": {"2.bias": "../whole/model.safetensors"}}))
     index.unlink()
-    os.mkfifo(index)  # a read of it would never end
+    os.mkfifo(index)  # a read would never end
     with pytest.raises(UserError, match=r"no model\.safetensors in it"):
         started_from(tmp_path / "parts")
 
@@ -119,7 +119,7 @@ def test_job_starts_from_weights_on_rank_0s_disk(forks: Forks, tmp_path: Path) -
 
 
 def other_weights_on_rank_1() -> None:
-    """A build that is not the same everywhere, as one that draws from the clock."""
+    """Preloaded. Let rank 1 build other weights, like a workload that draws from the clock."""
     if os.environ["RANK"] != "1":
         return
     from tests.rigs import faulting_workload
@@ -144,7 +144,7 @@ def other_weights_that_ddp_leaves() -> None:
     )
 
 
-def test_all_ranks_take_rank_0s_initial_weights(forks: Forks, tmp_path: Path) -> None:
+def test_all_ranks_get_rank_0s_initial_weights(forks: Forks, tmp_path: Path) -> None:
     for name, preload in (("equal", ""), ("other", "tests.run.test_weights:other_weights_on_rank_1")):
         forks.ends(*train(tmp_path / name, "--max-steps", "4"), world_size=2, preload=preload)
     assert result(tmp_path / "equal")["digest"] == result(tmp_path / "other")["digest"]
