@@ -189,8 +189,8 @@ class Saving:
             if self.loader_states:
                 every = self.group.gather_tensors(self.loader_states)
                 state[LOADERS] = {f"{rank} of {len(every)}": states for rank, states in enumerate(every)}
-            # Write gathered state at once: another copy in memory would double its size. No second copy of split state
-            may_continue = not self.tracked.split or (run.saver.sharded and run.second_rank is None)
+            # Write gathered state at once: another copy in memory would double its size. It has no second copy
+            may_continue = run.saver.sharded or not self.tracked.split
             self.group.on_rank0(self.reporting.metrics.flush)  # a resumed run does not repeat the saved steps
             run.saver.save(position.step, lambda: self._record(position), state, may_continue=may_continue, wait=wait)
             self._saved = position.key

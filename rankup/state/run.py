@@ -173,7 +173,7 @@ class Run:
 
     def check_shared(self) -> None:
         """Raise UserError on all ranks if a rank does not see the folder of rank 0. Otherwise the first save of a
-        sharded copy would fail, hours later. All ranks call this."""
+        sharded copy would fail, hours later. From then on no rank keeps second copies. All ranks call this."""
         until_s = time.monotonic() + VISIBLE_S
         while not (seen := self._sees()) and time.monotonic() < until_s:
             time.sleep(0.1)
@@ -184,6 +184,7 @@ class Run:
                 f"{', '.join(unseen[:4])} can't see what others write. Set it to shared storage, or in the program in "
                 "train/ --checkpoint-format plain.", printed_elsewhere=not self.group.is_rank0,
             )
+        self.second_rank = self.saver.second = None  # `_choose` may have found that a rank saw the folder late
 
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
         """Record that this attempt continues the run from `step`, and remove rescues that it can't use. All ranks call

@@ -54,6 +54,15 @@ def held_save() -> None:
     copies.write_durably = held
 
 
+def held_save_and_late_lease() -> None:
+    """Preloaded: `held_save`, and each rank sees the lease late once, as over NFS."""
+    from rankup.state.run import Run
+
+    held_save()
+    sees, late = Run._sees, [False]
+    Run._sees = lambda self: late.pop() if late else sees(self)  # type: ignore[method-assign]
+
+
 HELD = "tests.run.test_saver:held_save"
 
 
@@ -95,7 +104,7 @@ def test_training_continues_during_a_save_whose_files_equal_a_waiting_saves(
     # Step 11 lets the save of step 8 continue, so training that waited for the save would wait until the deadline
     env = hold(tmp_path / "go") | in_step(11, tell=str(tmp_path / "go"), rank=0)
     line = train(tmp_path / "run", *OFTEN, "--save-timeout-s=60", *more)
-    forks.ends(*line, world_size=world_size, env=env, preload=HELD)
+    forks.ends(*line, world_size=world_size, env=env, preload=f"{HELD}_and_late_lease" if SHARDED[0] in more else HELD)
     assert (tmp_path / "writing").exists()
     whole, found = undisturbed(world_size, *more), tmp_path / "run" / "checkpoints"
     assert result(tmp_path / "run")["digest"] == result(whole)["digest"]
