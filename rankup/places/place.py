@@ -129,7 +129,7 @@ class Place:
 
     def must_refuse(self, name: str) -> None:
         """Raise UserError if the place creates the object `name`, which exists: then two jobs could own one run."""
-        if self.create(name, b"{}"):  # its creator may still be writing: a part of it must not equal this
+        if self.create(name, b"{}"):  # not "", which `create` would take for its own in a file still being written
             raise UserError(f"{self.url} must support conditional writes. S3, GCS, Azure and MinIO do: use one.")
 
     def upload(self, files: dict[str, Path]) -> None:

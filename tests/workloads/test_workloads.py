@@ -76,7 +76,7 @@ def test_example_evaluates_and_predicts(forks: Forks, project: Path) -> None:
     assert all(1 / 3 <= float(row["probability"]) <= 1 for row in rows)
 
 
-# Where it is found ----------------------------------------------------------------------------------------------
+# Where a workload is found --------------------------------------------------------------------------------------
 
 ONE_STEP = ("train", *LINE, "--max-steps", "1")
 
@@ -109,7 +109,7 @@ def test_ranks_compare_the_code_of_an_own_workload(forks: Forks, project: Path, 
     assert "program code" in output
 
 
-# Datasets, and a loss alone -------------------------------------------------------------------------------------
+# Datasets, and a workload without evaluate ----------------------------------------------------------------------
 
 
 class Draws(Dataset[Any]):
