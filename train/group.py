@@ -31,6 +31,7 @@ def join_options(config: Config, *, fresh: bool = False) -> dict[str, Any]:
     if ":" in config.workload:
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(config.workload.partition(":")[0])
-    code = CODE + code_of(Path(spec.origin)) if spec and spec.origin else CODE  # not imported yet: read it from disk
+    own = Path(spec.origin or "") if spec else Path()  # not imported yet: read it from disk
+    code = CODE + code_of(own) if own.is_file() else CODE  # a module that is built into Python has no file
     settings = {f"setting {name}": json.dumps(value) for name, value in config.model_dump().items() if name not in OWN}
     return {"settings": {"program code": code, **settings, "fresh": str(fresh)}, "device": device}

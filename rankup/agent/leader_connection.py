@@ -194,7 +194,7 @@ class LeaderConnection:
         except asyncio.CancelledError:
             link.close()
             raise
-        except (OSError, LookupError):
+        except (OSError, LookupError, ValueError):
             over = (
                 f"something accepts connections at {host}:{port} but does not answer as a rendezvous store: another "
                 "service holds the port, the machine is the wrong one, or the process of rank 0 is stopped"

@@ -84,17 +84,15 @@ class Link:
 
     async def receive(self, forms: Mapping[str, Any] = {}) -> dict[str, Any]:
         """Return the next message. `forms`: the form of each kind of message, see `fits`. Raises ConnectionError if
-        none will come or the bytes are no message, and ValueError if the message does not have the form of its kind."""
+        no message will come, and ValueError if the next line is not a message or does not have the form of its kind."""
         try:
-            message = json.loads(await self._reader.readuntil())
+            message: dict[str, Any] = json.loads(await self._reader.readuntil())
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from None
         except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict) or not isinstance(message.get("is"), str):
-            raise ConnectionError("it sent something that is not a message of rankup")
-        if not fits(message, forms.get(message["is"], {})):
-            raise ValueError(repr(message)[:200])
+            message = {}
+        if not fits(message, {"is": str}) or not fits(message, forms.get(message["is"], {})):
+            raise ValueError(f"{message!r:.200}")
         return message
 
     def close(self, *, at_once: bool = False) -> None:
@@ -298,7 +296,7 @@ def guard(accept: Accept, secret: bytes) -> Accept:
 
 async def greeting(link: Link, secret: bytes) -> dict[str, Any]:
     """Return the leader's first message, after both sides have proved that they know the secret. If the secrets differ,
-    return the message of a leader that takes no members. Raises ConnectionError if no message comes."""
+    return the message of a leader that takes no members. Raises what `Link.receive` raises."""
     message = await link.receive()
     if not secret and message["is"] != "challenge":
         return message

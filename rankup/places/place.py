@@ -129,18 +129,23 @@ class Place:
 
     def must_refuse(self, name: str) -> None:
         """Raise UserError if the place creates the object `name`, which exists: then two jobs could own one run."""
-        if self.create(name, b""):
+        if self.create(name, b"{}"):  # not "", which `create` would take for its own in a file still being written
             raise UserError(f"{self.url} must support conditional writes. S3, GCS, Azure and MinIO do: use one.")
 
     def upload(self, files: dict[str, Path]) -> None:
-        """Upload each of the `files` under its name, several at a time, and large files in parts."""
+        """Upload each of the `files` under its name, several at a time, and large files in parts. Raises
+        FileNotFoundError if one of the files no longer exists."""
 
         def one(name: str) -> None:
             path, more = files[name], dict[str, Any]()
             if self.kind == "s3":
                 more = {"chunksize": max(PART, path.stat().st_size // 9_999 + 1), "max_concurrency": PARALLEL}
             put = partial(self._call, "put_file", str(path), self._path(name), large=True, **more)
-            self._try(f"write {name}", put, writes=True)
+            try:
+                self._try(f"write {name}", put, writes=True)
+            except UserError:
+                path.stat()  # a file that is gone is no fault of the place
+                raise
 
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload") as pool:
             list(pool.map(one, files))  # `list` raises what an upload raised

@@ -252,20 +252,28 @@ class SecondPlace:
             self.upload_files()  # before the copy: a run that resumes from it does not write these lines again
             if path is not None:
                 self._upload_copy(path)
+        except FileNotFoundError as error:
+            raise UserError(
+                f"checkpoint: {path} must stay while it is uploaded, got {reason(error)}. The same command goes on "
+                "from the newest checkpoint that is left."
+            ) from None
         finally:
             copies.uploading.discard(path)
 
     def upload_files(self) -> None:
         """Upload the files of the folder that have changed, without copies."""
-        paths = [*(self.folder / name for name in FILES), *(self.folder / TENSORBOARD).rglob("*")]
-        stats = {path.relative_to(self.folder).as_posix(): path.stat() for path in paths if path.is_file()}
-        now = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-        changed = {name for name, stat in now.items() if self._uploaded.get(name) != stat}
-        own = self.place.below(folder_of(self.lease.number))
-        # run.json last: from then on readers take the files of this owner instead of an earlier owner's
-        for names in (changed - {FILE}, changed & {FILE}):
-            own.upload({name: self.folder / name for name in names})
-        self._uploaded |= now
+        try:
+            paths = [*(self.folder / name for name in FILES), *(self.folder / TENSORBOARD).rglob("*")]
+            stats = {path.relative_to(self.folder).as_posix(): path.stat() for path in paths if path.is_file()}
+            now = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+            changed = {name for name, stat in now.items() if self._uploaded.get(name) != stat}
+            own = self.place.below(folder_of(self.lease.number))
+            # run.json last: from then on readers take the files of this owner instead of an earlier owner's
+            for names in (changed - {FILE}, changed & {FILE}):
+                own.upload({name: self.folder / name for name in names})
+            self._uploaded |= now
+        except FileNotFoundError:  # the user has removed files meanwhile, such as those in tensorboard/: look again
+            self.upload_files()
 
     def _upload_copy(self, path: Path) -> None:
         """Upload the copy `path`, unless the place has it, and remove all copies but the `keep` newest. A kill at any

@@ -583,7 +583,7 @@ async def test_stranger_that_says_nothing_is_disconnected(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "message", [{"is": "ready"}, {"is": "alive", "ranks": 3}, {"is": "alive", "ranks": [{"ago_s": 1.0}]}, {"is": "end"},
-                {"is": "stop", "signal": "SIGKILL"}]
+                {"is": "stop", "signal": "SIGKILL"}, {"stop": 1}]
 )
 @asynchronous
 async def test_member_that_sends_garbage_is_lost(message: dict[str, Any]):

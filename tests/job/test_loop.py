@@ -277,15 +277,15 @@ def test_several_steps_for_one_batch_are_reported(forks: Forks, tmp_path: Path) 
     assert output.count("a batch took several steps") == 1
 
 
-def test_weight_of_a_batch_is_back_after_an_evaluation(forks: Forks, tmp_path: Path) -> None:
-    """Nobody is told to multiply by job.weight if the loop reads the weight of its loader."""
+def test_job_weight_is_restored_after_an_evaluation(forks: Forks, tmp_path: Path) -> None:
+    """A loop that reads its loader's weight gets no advice to multiply the loss by job.weight."""
     text = (
         "import rankup\nfrom torch.utils.data import DataLoader\njob = rankup.init('run')\n"
         "batches = job.batches(DataLoader(range(4), batch_size=3))\n"
         "for part in batches:\n    with job.step():\n        own = [batches.weight]\n"
         "left = None\n"
         "for part in batches:\n"
-        "    del left\n    own += [job.weight]\n"  # the evaluation that `left` holds ends only here
+        "    del left\n    own += [job.weight]\n"  # this ends the evaluation in `left`
         "    own += [job.weight for _ in job.eval_batches([1], pad=True)]\n    own += [job.weight]\n"
         "    for _ in job.eval_batches([1, 2]):\n        break\n"
         "    own += [job.weight]\n    next(left := job.eval_batches([1, 2]))\n"

@@ -183,7 +183,7 @@ def test_status_of_all_runs_has_a_line_for_each_run_newest_first(tmp_path: Path)
     assert re.search(r"^0-39 +here +12 +step +none for 3 min", text, re.MULTILINE)
 
 
-def test_status_of_a_damaged_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_damaged_run_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     stage(run)
     assert main(["status", "x" * 300]) == 2  # the system refuses this name, as it would refuse another user's folder

@@ -96,6 +96,8 @@ def test_only_one_of_two_creates_a_name_in_a_folder(tmp_path: Path) -> None:
     one, other = (Place.open(str(tmp_path), warn=print) for _ in range(2))
     created = [one.create("x.json", b"1"), other.create("x.json", b"2"), one.create("x.json", b"1")]
     assert (created, one.read("x.json")) == ([True, False, True], b"1")
+    (tmp_path / "x.json").write_bytes(b"")  # as while its creator is still writing it
+    other.must_refuse("x.json")
 
 
 def test_store_that_does_not_answer_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,9 +93,18 @@ def test_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path) -
     assert found.keys() == {10, 20, 30, None}
 
 
-def test_changed_files_beside_the_checkpoints_are_copied(url: str, tmp_path: Path) -> None:
+def test_changed_files_beside_the_checkpoints_are_copied(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user may remove files meanwhile, but none of a checkpoint."""
+    def upload(place: Place, files: dict[str, Path], usual: Any = Place.upload) -> None:
+        for file in (file for file in files.values() if file.name in ("gone", "model.safetensors")):
+            file.unlink()
+        usual(place, files)
+
+    monkeypatch.setattr(Place, "upload", upload)
     run = tmp_path / "here" / "run"
-    for name in ("metrics.jsonl", "tensorboard/events.1"):
+    for name in ("metrics.jsonl", "tensorboard/events.1", "tensorboard/gone"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(f"content of {name}\n")
     Lineage(RUN, "", "", [], 1).write(run)
@@ -113,3 +123,5 @@ def test_changed_files_beside_the_checkpoints_are_copied(url: str, tmp_path: Pat
     open_store(url, there.parent).fetch_files(2)
     found = sorted(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file())
     assert found == ["metrics.jsonl", "run.json", "tensorboard/events.1"]
+    with pytest.raises(UserError, match=r"step-00000010 must stay while it is uploaded, got .*/model\.safetensors"):
+        store.upload(save(run, 10))

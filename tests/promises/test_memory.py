@@ -63,7 +63,7 @@ def test_parts_are_kept_by_default_before_any_checkpoint(forks: Forks, tmp_path:
     assert FROM_MEMORY.format(1) in output
 
 
-def test_too_little_memory_is_said_in_one_line(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_too_little_memory_gives_one_line(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     output = forks.ends(*train(tmp_path), world_size=2, preload=f"{__name__}:no_memory")
     assert output.count("no part of the state is kept in memory from now on: /dev/shm has 0 MiB free, ") == 1
     assert seen(tmp_path / "run") == undisturbed
@@ -98,7 +98,7 @@ class Nodes:
             (self.folder / f"node{number}" / "memory").mkdir()
 
     def damage(self, *parts: tuple[int, int]) -> None:
-        """Damage what a node holds of a rank. `parts`: pairs of node and rank."""
+        """Damage parts in a node's memory. `parts`: pairs of a node and the rank whose part it holds."""
         for node, rank in parts:
             for path in self.folder.glob(f"node{node}/memory/rankup-*/*{rank}/step-*/*.safetensors"):
                 flip(path, -1)

@@ -98,9 +98,9 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     (None, B, (4, "a", line(1, ("a", 0), run="other")), None),
     ((4, "a"), A, (8, "a", A), (8, "a")),
     ((8, "a"), A, (8, "a", A), (8, "a")),  # its own checkpoint is as new
-    ((4, "a"), B, (8, "a", A), (4, "a")),  # the run went on without it
+    ((4, "a"), B, (8, "a", A), (4, "a")),  # the run left this step 8 behind
     ((4, "a"), A, (8, "b", B), (8, "b")),  # meanwhile another node was node 0
-    ((9, "a"), A, (8, "b", B), (8, "b")),  # the run went on without this 9
+    ((9, "a"), A, (8, "b", B), (8, "b")),  # the run left this step 9 behind
     ((9, "x"), A, (2, "x", A), (9, "x")),  # no node knows a newer lineage
 ])
 def test_newest_copy_of_the_newest_lineage_is_used(

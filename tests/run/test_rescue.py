@@ -1,4 +1,4 @@
-"""Where a rescue is written, which ranks may use it, and that none is left in the end."""
+"""Where a rescue is written, which ranks may use it, and when it is removed."""
 
 import errno
 import json

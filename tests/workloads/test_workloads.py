@@ -19,6 +19,7 @@ from tests.rigs.listings import workload
 from train import workloads
 from train.config import Config
 from train.data.samples import TensorSamples
+from train.group import join_options
 from train.workloads import Workload
 
 PAGE = "train/workloads/README.md"
@@ -75,7 +76,7 @@ def test_example_evaluates_and_predicts(forks: Forks, project: Path) -> None:
     assert all(1 / 3 <= float(row["probability"]) <= 1 for row in rows)
 
 
-# Where it is found ----------------------------------------------------------------------------------------------
+# Where a workload is found --------------------------------------------------------------------------------------
 
 ONE_STEP = ("train", *LINE, "--max-steps", "1")
 
@@ -108,7 +109,7 @@ def test_ranks_compare_the_code_of_an_own_workload(forks: Forks, project: Path, 
     assert "program code" in output
 
 
-# Datasets, and a loss alone -------------------------------------------------------------------------------------
+# Datasets, and a workload without evaluate ----------------------------------------------------------------------
 
 
 class Draws(Dataset[Any]):
@@ -196,14 +197,17 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("own_fine.part:build", 'got "own_fine.part:build": no module "own_fine.part"'),
     ("own_fine:bild", r'own_fine \(.*own_fine.py\) must have a function "bild", got none'),
     ("own_fine:build.x", 'must have a function "build.x", got none'),
+    ("sys:exit", 'got "sys:exit": sys is built into Python'),
     ("own_returns:build", "own_returns:build must return a train.workloads.Workload, got int"),
     ("own_empty:build", "own_empty:build must have samples to use for evaluation, got none"),
     ("own_stream:build", "train of own_stream:build must be a map-style Dataset, .* got ChainDataset"),
     ("own_iterator:build", "evaluation of own_iterator:build must be .* or samples with batch.* got list_iterator"),
 ])
 def test_wrong_own_workload_gives_one_line(modules: Path, workload: str, message: str) -> None:
+    config = Config(workload=workload)
+    join_options(config)  # a rank joins before it imports the module
     with pytest.raises(UserError, match=message) as caught:
-        workloads.load(Config(workload=workload))
+        workloads.load(config)
     assert "\n" not in str(caught.value)
 
 

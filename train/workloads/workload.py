@@ -82,6 +82,8 @@ def _load_own(config: Config) -> Workload:
             f'workload must be {RULE}, got "{config.workload}": no module "{error.name}" in {os.getcwd()} or on '
             "PYTHONPATH."
         ) from None
+    if not hasattr(module, "__file__"):
+        raise UserError(f'workload must be {RULE}, got "{config.workload}": {module_name} is built into Python.')
     build_own: Any = module
     for name in path.split("."):
         build_own = getattr(build_own, name, None)
