@@ -261,8 +261,9 @@ class Saving:
         self.run.saver.wait()
 
     def save_for_stop(self) -> str:
-        """Write the last commit; on rank 0 as a copy on disk, because the job may resume on other machines. Returns the
-        message for the user, or "" if this process alone can't keep the state."""
+        """Write the last commit; on rank 0 as a copy on disk, because the job may resume on other machines, or to this
+        node's memory if the disk is full. Returns the message for the user, or "" if this process alone can't keep the
+        state."""
         signal = self.group.stop.signal_name
         if not self.tracked.items:
             return self.stopped()
@@ -283,9 +284,15 @@ class Saving:
         position = copy(position)
         newest = list_copies(saver.folder)  # look again: the loop may not have noticed the end of a save yet
         if position.step > (step_of(newest[-1]) if newest else 0):
-            self.reporting.metrics.flush()
-            files, check = self._files(position), saver.check_owner
-            copies.save(saver.folder, files, step=position.step, keep=saver.keep, check_owner=check)
+            make, check = partial(self._files, position), saver.check_owner
+            try:
+                self.reporting.metrics.flush()
+                copies.save(saver.folder, make(), step=position.step, keep=saver.keep, check_owner=check)
+            except UserError as error:
+                self.group.log.warning(
+                    f"no checkpoint of step {position.step}, trying this node's memory: {reason(error)}"
+                )
+                memory.write_rescue(self.run.lineage.run, position.step, self.run.mark, make)
         for place in self.run.places.values():
             place.finish(stopped=True)
         return self.stopped()

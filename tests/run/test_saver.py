@@ -226,6 +226,13 @@ def test_end_of_a_job_finishes_the_running_save(
     assert ("saved at step 10 of 32" in job.output) == (own == [10])
 
 
+def test_stop_on_a_full_disk_is_kept_in_memory(forks: Forks, tmp_path: Path) -> None:
+    line = train(tmp_path / "run", *ONCE)
+    env = hold(tmp_path / "run", fails=errno.ENOSPC) | in_step(9, signal="SIGTERM", sleep_s=600)
+    assert "no checkpoint of step 8, trying this node's memory" in forks.ends(*line, env=env, preload=HELD, code=143)
+    assert "resumed from step 8, rescued by rank 0 on " in forks.ends(*line)
+
+
 @pytest.mark.parametrize(("more", "fails", "code", "line"), [
     ((), errno.ENOSPC, 2, "has no space left"), ((), errno.EIO, 2, "must be writable, got Input/output error"),
     ((), -1, 1, "LookupError: nobody expected this"), (SHARDED, errno.ENOSPC, 2, "has no space left"),

@@ -204,10 +204,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("own_iterator:build", "evaluation of own_iterator:build must be .* or samples with batch.* got list_iterator"),
 ])
 def test_wrong_own_workload_gives_one_line(modules: Path, workload: str, message: str) -> None:
-    config = Config(workload=workload)
-    join_options(config)  # a rank joins before it imports the module
+    join_options(Config(workload=workload))  # a rank joins before it imports the module
     with pytest.raises(UserError, match=message) as caught:
-        workloads.load(config)
+        workloads.load(Config(workload=workload))
     assert "\n" not in str(caught.value)
 
 
