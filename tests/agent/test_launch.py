@@ -292,7 +292,6 @@ def test_restart_arguments_are_given_when_a_run_continues(tmp_path: Path) -> Non
 
 
 def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> None:
-    """`explain` does not count it among the faults."""
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS + "if rank: sys.exit(7)\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:
         for rank in TWO:

@@ -141,7 +141,6 @@ def test_stop_while_agents_meet_ends_the_job_at_once(node: int, tmp_path: Path) 
 
 
 def test_first_signal_after_another_nodes_stop_does_not_end_ranks_at_once(tmp_path: Path) -> None:
-    """Nodes are often drained one after the other."""
     with ended(nodes(tmp_path, HANDLES + WAITS)) as job:
         folders = [tmp_path / f"node{node}" for node in TWO]
         for rank in TWO:

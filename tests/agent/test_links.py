@@ -38,7 +38,6 @@ def test_other_users_and_garbage_are_disconnected_unheard(
 
 
 def test_rank_that_connects_after_a_loss_hears_of_it() -> None:
-    """A rank may still be starting when another one is lost."""
     async def scene() -> None:
         links = Links(lambda rank, message: None)
         await links.open()

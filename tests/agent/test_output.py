@@ -95,7 +95,6 @@ sys.stderr.write("said\\n")
 
 @pytest.mark.parametrize("where", [">/dev/full", ">&-"], ids=["full disk", "closed"])
 def test_failing_output_ends_no_process(where: str) -> None:
-    """test_launch.py tests a reader that is gone."""
     done = run(PRINTS, shell=where)
     assert (done.returncode, done.stderr) == (0, "said\n")
 
@@ -243,7 +242,6 @@ def test_reason_of_a_failure_is_its_last_exception(tail: str, said: str) -> None
 
 
 def test_logs_of_ended_ranks_leave_no_file_open(tmp_path: Path) -> None:
-    """An agent may restart its ranks a thousand times."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         pump = OutputReader(tmp_path, 0, 2)

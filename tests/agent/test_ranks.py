@@ -32,7 +32,6 @@ def made(tmp_path: Path, say: Any = print, text: str = "import rankup\n") -> Ran
 
 
 def test_ranks_that_start_meanwhile_are_not_taken_for_the_ended_ones(tmp_path: Path) -> None:
-    """They would be killed."""
     async def scene() -> None:
         ranks = made(tmp_path)
         waits = asyncio.create_task(ranks.ended_within(5.0))

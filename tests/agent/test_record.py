@@ -71,7 +71,6 @@ def test_file_with_the_name_of_a_record_is_not_overwritten(tmp_path: Path) -> No
 
 
 def test_records_of_ended_ranks_leave_no_file_open() -> None:
-    """An agent may restart its ranks a thousand times."""
     before = len(os.listdir("/proc/self/fd"))
     for rank in range(3):
         assert Record.at(Record.new(rank).path).rank == rank

@@ -146,7 +146,6 @@ def test_completion_offers_commands_and_options(begun: str, offered: str) -> Non
 
 
 def test_commands_of_the_program_are_passed_to_it(tmp_path: Path) -> None:
-    """This also works in a folder with a user's own train.py."""
     (tmp_path / "train.py").write_text("raise SystemExit('taken for the program')\n")
     command = [sys.executable, "-m", "rankup", "show", "--epochs", "9"]
     done = subprocess.run(

@@ -83,7 +83,6 @@ def test_explain_names_a_lost_rank_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_explain_finds_the_first_failed_rank_by_the_times_in_logs(tmp_path: Path) -> None:
-    """The ranks' own reports have no times."""
     for rank, why in enumerate(["RuntimeError: CUDA error: an illegal memory access was encountered", "MemoryError: "]):
         log = [f"2026-11-21T10:00:0{9 - rank} a line", "Traceback (most recent call last):", "    f()", why]
         end = {"rank": rank, "host": f"node{rank}", "state": "failed", "code": 1, "why": why}

@@ -134,7 +134,6 @@ def failures(begin: Starter, web_server: int) -> dict[str, tuple[int, list[Rank]
 def test_problem_is_named_on_all_ranks(
     failures: dict[str, tuple[int, list[Rank]]], name: str, code: int, texts: list[str | tuple[str, str]]
 ) -> None:
-    """Of a pair, each rank prints its own text."""
     port, ranks = failures[name]
     said = all_said(ranks, code)
     facts = {"port": port, "host": HOST, "pid": [rank.processes[0].pid for rank in ranks]}

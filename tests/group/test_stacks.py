@@ -30,7 +30,6 @@ TORCH = "/usr/lib/python3/dist-packages/torch"
     (['"/venv/lib/python3.12/site-packages/train/loop.py", line 8 in step'], "loop.py:8 step"),  # installed
 ])
 def test_place_names_the_called_function_and_its_caller(stack: list[str], where: str) -> None:
-    """tests/observe/test_stacks.py tests this in whole jobs."""
     frames = "".join(f"  File {frame}\n" for frame in stack)
     other = 'Thread 0x7f00 (most recent call first):\n  File "/me/other.py", line 1 in look\n'
     text = f"{other}\nCurrent thread 0x7f01 (most recent call first):\n{frames}"

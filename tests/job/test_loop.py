@@ -72,7 +72,6 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
 
 
 def test_stopped_job_resumes_with_the_same_bits_under_torchrun(undisturbed: str, forks: Forks, tmp_path: Path) -> None:
-    """tests/parallel/test_methods_kills.py tests it under mpirun."""
     output = by_hand(forks, tmp_path, code=143, die=f"0:5:{int(signal.SIGTERM)}")
     assert "The same command goes on from it" in output
     line = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", SCRIPT, tmp_path / "run")

@@ -38,7 +38,6 @@ def begun(worker: int) -> None:
 
 @pytest.mark.parametrize("how", ["training", "evaluation"])
 def test_workers_ignore_signals_that_stop_a_job(how: str) -> None:
-    """tests/data/test_loader.py tests deaths and errors of workers."""
     before = signal.getsignal(signal.SIGCHLD)
     loader: Any = DataLoader(Asked(), batch_size=4, num_workers=1, worker_init_fn=begun)
     if how == "evaluation":

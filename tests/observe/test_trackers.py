@@ -80,7 +80,6 @@ def files_with_the_password(folder: Path) -> list[str]:
 
 
 def test_mlflow_has_one_run_for_two_attempts_and_each_step_once(forks: Forks, server: Server, tmp_path: Path) -> None:
-    """The password is in no file and not in the output."""
     folder = tmp_path / "killed"
     command = (*MADE_UP, "--epochs", "3", "--tracker", "mlflow", *at(folder))
     output = forks.ends(*command, env={**mlflow_at(server), **KILLED}, code=-9)

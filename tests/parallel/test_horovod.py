@@ -57,7 +57,6 @@ def by_horovodrun(*arguments: str | Path) -> Job:
 @needs_horovod
 @pytest.mark.timeout(500)
 def test_horovod_under_mpirun_trains_to_the_weights_of_ddp(ddp: Path, tmp_path: Path) -> None:
-    """The next test has horovodrun."""
     words = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2")
     line = (*DIGITS, *HOROVOD, *STEPS, "--name", "run", "--run-dir", tmp_path)
     with ended(start(*words, sys.executable, "-m", "train.main", *line)) as job:

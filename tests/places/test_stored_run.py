@@ -68,7 +68,6 @@ def test_run_file_that_is_unreadable_or_leads_out_of_its_folder_is_ignored(url: 
 
 
 def test_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path) -> None:
-    """Each damages up to three objects."""
     rng = random.Random(0)
     store = open_store(url, tmp_path / "here")
     for step in (10, 20, 30):

@@ -368,7 +368,6 @@ def test_docs_lock_files_fit_the_bounds_of_the_project() -> None:
 
 
 def test_docs_sbom_lists_the_packages_of_the_lock_files() -> None:
-    """Run `make sbom` after each change of a lock file."""
     printed = subprocess.run([sys.executable, ROOT / "docker/host/sbom.py"], capture_output=True, text=True, check=True)
     assert printed.stdout == read("docker/sbom.json")
     listed = {(each["name"], each["version"]) for each in json.loads(printed.stdout)["components"]}

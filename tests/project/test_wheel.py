@@ -97,7 +97,6 @@ def test_wheel_works_beside_an_own_train_py(installed: Path, own: Path) -> None:
 
 
 def test_wheel_starts_an_own_train_py_that_copies_the_loop(installed: Path, own: Path) -> None:
-    """rankup/program.md describes this."""
     loop = (ROOT / "train" / "loop.py").read_text().replace("from .", "from rankup.program.")
     (own / "train.py").write_text(loop + """
 program, run_dir = Program().begin(), Path("runs/train")
