@@ -55,10 +55,10 @@ class Program:
         and world_size, in place of variables. `alone`: act as a single process, even if a launcher started it."""
         try:
             given = with_options(os.environ, **options)
-            self.found = launch = read_rank_env({} if alone else given)
+            self.found = rank_env = read_rank_env({} if alone else given)
         except UserError as error:
-            self.found, launch = error, RankEnv()
-        setup_logging(rank=launch.rank, world_size=launch.world_size)
+            self.found, rank_env = error, RankEnv()
+        setup_logging(rank=rank_env.rank, world_size=rank_env.world_size)
 
     @property
     def rank_env(self) -> RankEnv:
@@ -80,15 +80,15 @@ class Program:
             die_with_parent(os.getppid())  # these launchers leave their processes running if they are killed
         if run_dir is None:
             return
-        launch, self._run_dir = self.rank_env, run_dir
-        file = RankLog(run_dir, launch.rank)
-        setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
+        rank_env, self._run_dir = self.rank_env, run_dir
+        file = RankLog(run_dir, rank_env.rank)
+        setup_logging(rank=rank_env.rank, world_size=rank_env.world_size, file=file)
         if not guarded:  # a script prints to its own stdout
             copy_prints(file)
-        if launch.distributed:
-            self.log.info(describe(launch))
+        if rank_env.distributed:
+            self.log.info(describe(rank_env))
         if stacks:
-            open_stacks(run_dir, rank=launch.rank, world_size=launch.world_size)
+            open_stacks(run_dir, rank=rank_env.rank, world_size=rank_env.world_size)
 
     def join(
         self, run_dir: Path, *, settings: Mapping[str, str], timeout_s: float = 300.0, device: str | None = None,

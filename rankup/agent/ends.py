@@ -197,10 +197,10 @@ class StatusFile:
     """The file `status.json` of a run, which rank 0 writes. `attempt`: the attempt's id; all ranks adopt rank 0's.
     `begun`: the run has begun or resumed. Before that, a user's mistake does not replace an earlier attempt's end."""
 
-    def __init__(self, run_dir: Path, launch: RankEnv) -> None:
+    def __init__(self, run_dir: Path, rank_env: RankEnv) -> None:
         self.run_dir = run_dir
-        self.attempt = launch.attempt or new_job()
-        self.rank, self.world_size = launch.rank, launch.world_size
+        self.attempt = rank_env.attempt or new_job()
+        self.rank, self.world_size = rank_env.rank, rank_env.world_size
         self.begun = False
         self.owner: Lease | None = None
         self._ended: dict[str, Any] | None = None  # the summary of an earlier attempt that finished or was stopped

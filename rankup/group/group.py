@@ -37,12 +37,12 @@ class Group:
     settings: Mapping[str, str]
     backend: str
 
-    def __init__(self, launch: RankEnv, device: torch.device, watch: Watchdog) -> None:
-        self.launch, self.device, self.watch = launch, device, watch
-        self.rank, self.world_size = launch.rank, launch.world_size
+    def __init__(self, rank_env: RankEnv, device: torch.device, watch: Watchdog) -> None:
+        self.rank_env, self.device, self.watch = rank_env, device, watch
+        self.rank, self.world_size = rank_env.rank, rank_env.world_size
         self.log, self.stop, self.record, self.status = watch.log, watch.stop, watch.record, watch.status
         self.run_dir, self.hosts = watch.status.run_dir, watch.hosts
-        self.restarted = launch.restart_count > 0
+        self.restarted = rank_env.restart_count > 0
         self.store: Any = None
 
     @property

@@ -40,16 +40,16 @@ VERSION = hashlib.sha256(b"".join(
 
 
 def start(
-    launch: RankEnv, run_dir: Path, *, settings: Mapping[str, str], device: str | None, stop: StopRequest
+    rank_env: RankEnv, run_dir: Path, *, settings: Mapping[str, str], device: str | None, stop: StopRequest
 ) -> Group:
     """Return a group that is not connected yet. `Program.join` describes the arguments."""
     if not faulthandler.is_enabled():  # after a crash in C++, the log will show the Python line that led to it
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr may have no file
             faulthandler.enable()
-    record = Record.at(launch.agent["record"]) if launch.agent else Record.new(launch.rank)
-    status = StatusFile(run_dir, launch)
+    record = Record.at(rank_env.agent["record"]) if rank_env.agent else Record.new(rank_env.rank)
+    status = StatusFile(run_dir, rank_env)
     watch = Watchdog(status, stop, record=record, log=logging.getLogger("rankup"))
-    group = Group(launch, pick_device(device, launch.local_rank), watch)
+    group = Group(rank_env, pick_device(device, rank_env.local_rank), watch)
     group.backend = pick_backend(group.device)
     group.settings = {"torch version": torch.__version__, "rankup code": VERSION, "backend": group.backend, **settings}
     status.write_summary([])
@@ -106,7 +106,7 @@ def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.s
     group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
     line: Any
     listener: socket.socket | None = None
-    if (agent := group.launch.agent) is not None:
+    if (agent := group.rank_env.agent) is not None:
         commit = agent["commit"]
         line = AgentLine(agent, group.watch.on_message)
         group.stop.add_reader(line.fileno, line.receive)
@@ -165,7 +165,7 @@ def open_store(commit: Mapping[str, Any], listener: socket.socket | None, *, tim
 
 def check_settings(group: Group) -> None:
     """Raise UserError if ranks differ in code or settings. Ranks without an agent compared them when they met."""
-    found = group.gather(dict(group.settings)) if group.launch.agent is not None else []
+    found = group.gather(dict(group.settings)) if group.rank_env.agent is not None else []
     if any(settings != group.settings for settings in found):
         for name in dict.fromkeys(name for settings in found for name in settings):
             value = group.settings.get(name, "nothing")

@@ -44,43 +44,43 @@ class MemberLine:
 
     def __init__(self, group: Group, *, timeout_s: float) -> None:
         self.group, self.log = group, group.log
-        self.launch = launch = group.launch
+        self.rank_env = rank_env = group.rank_env
         me = Member(
-            token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size,
+            token=secrets.token_hex(8), first_rank=rank_env.rank, num_ranks=1, world_size=rank_env.world_size,
             host=host_name(), pid=os.getpid(), settings=dict(group.settings), left_s=timeout_s,
-            restarts=launch.restart_count, ip=chosen_address(os.environ),
+            restarts=rank_env.restart_count, ip=chosen_address(os.environ),
         )
         self._connection = LeaderConnection(
-            me, self._leader_at, notice=self.log.warning, records=lambda: {launch.rank: group.record}
+            me, self._leader_at, notice=self.log.warning, records=lambda: {rank_env.rank: group.record}
         )
         self._leader: Leader | None = None
-        if launch.rank == 0:
+        if rank_env.rank == 0:
             self._leader = Leader(me, log=self.log.warning, prepare=self._prepare, on_message=self._on_member_message)
         self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
         self._loop: asyncio.AbstractEventLoop
         self._member = False  # whether this rank belongs to a membership
         self.listener: socket.socket | None = None
-        self._file = Path(launch.file) if launch.file else None
+        self._file = Path(rank_env.file) if rank_env.file else None
         self._board: TCPStore | None = None  # the launcher's store
-        if launch.agent_store:
+        if rank_env.agent_store:
             # The launcher's store outlives the ranks, and always holds the newest leader's port, however the launcher
             # counts restarts. Look up the store's name first: lookups are off while TCPStore connects
-            place = launch.master_addr, launch.master_port
+            place = rank_env.master_addr, rank_env.master_port
             with contextlib.suppress(OSError), socket.create_connection(place, timeout=CONNECT_S) as found:
-                place = str(found.getpeername()[0]), launch.master_port
+                place = str(found.getpeername()[0]), rank_env.master_port
             with no_name_lookups():
                 self._board = TCPStore(*place, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-        self._port = 0 if self._file or self._board else launch.master_port  # 0: the kernel picks a port
+        self._port = 0 if self._file or self._board else rank_env.master_port  # 0: the kernel picks a port
         # If all ranks are on this machine, listen only on the loopback interface
-        alone = launch.master_addr == "127.0.0.1" and launch.local_world_size == launch.world_size
+        alone = rank_env.master_addr == "127.0.0.1" and rank_env.local_world_size == rank_env.world_size
         self._ip = "127.0.0.1" if alone and not self._file else ""
 
     def join(self) -> Mapping[str, Any]:
         """Meet the other ranks. Returns the leader's commit: `n`, `hosts` as pairs [host, number of ranks] in the order
         of ranks, and what `_prepare` returns. Raises what `joining.meet` raises."""
         if self._leader is not None:
-            where = self.launch.file or f"{self.launch.master_addr}:{self.launch.master_port}"
-            self.log.info(f"waiting for {self.launch.world_size} ranks at {where}")
+            where = self.rank_env.file or f"{self.rank_env.master_addr}:{self.rank_env.master_port}"
+            self.log.info(f"waiting for {self.rank_env.world_size} ranks at {where}")
             # Rank 0 has several connections per rank. Raise the soft limit of open files, which is often 1,024
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -138,7 +138,7 @@ class MemberLine:
         elif event["is"] == "over":
             kind = UserError if event["code"] == USER_MISTAKE else JoinError
             # One rank per machine prints the text, and the rank that the text names
-            quiet = self.launch.local_rank > 0 and self._connection.me.who not in event["text"]
+            quiet = self.rank_env.local_rank > 0 and self._connection.me.who not in event["text"]
             self._commit.put(kind(event["text"], printed_elsewhere=quiet))
         return self._member and event["is"] in ("lost", "gone")
 
@@ -172,7 +172,7 @@ class MemberLine:
             return "127.0.0.1", self._port
         if self._file or self._board is not None:
             return await in_thread(self._find)
-        return self.launch.master_addr, self.launch.master_port
+        return self.rank_env.master_addr, self.rank_env.master_port
 
     def _find(self) -> tuple[str, int]:
         """Find the leader. Like `_publish`, this runs in a thread, because a disk or a store may take seconds."""
@@ -183,9 +183,9 @@ class MemberLine:
         assert self._board is not None
         try:
             self._board.wait([LEADER], timedelta(seconds=CONNECT_S))
-            return self.launch.master_addr, int(self._board.get(LEADER))
+            return self.rank_env.master_addr, int(self._board.get(LEADER))
         except RuntimeError:
-            where = f"{self.launch.master_addr}:{self.launch.master_port}"
+            where = f"{self.rank_env.master_addr}:{self.rank_env.master_port}"
             raise ConnectionError(f"nothing was heard from rank 0 at {where}") from None
 
     def _publish(self) -> None:

@@ -35,7 +35,7 @@ ALIKE = (
 )
 END = object()
 # User's loader -> the loader that reads for it in evaluations. It is kept if its workers are persistent
-_evaluating: "weakref.WeakKeyDictionary[Any, _Fed]" = weakref.WeakKeyDictionary()
+_evaluating: "weakref.WeakKeyDictionary[Any, _RankLoader]" = weakref.WeakKeyDictionary()
 
 
 def part_of(batch: Sequence[Any], rank: int, world_size: int) -> tuple[list[Any], float]:
@@ -55,7 +55,7 @@ def splits(loader: Any) -> bool:
 class Source:
     """Reads any iterable. Each rank gets everything that its own iterable yields.
 
-    `replays`: whether a resume skips the batches of earlier steps; False if their order does not matter. `tells`:
+    `replays`: whether a resume skips the batches of earlier steps; False if their order does not matter. `stateful`:
     whether copies hold the loader's own state, as of torchdata's StatefulDataLoader. `fingerprint`: a digest of the
     newest order, which must be equal on all ranks, or "" if ranks may differ.
     """
@@ -64,7 +64,7 @@ class Source:
 
     def __init__(self, loader: Any, rank: int, *, replays: bool = True) -> None:
         self.loader, self.rank, self.replays = loader, rank, replays
-        self.tells = replays and has_state(loader)
+        self.stateful = replays and has_state(loader)
         self.in_process = not getattr(loader, "num_workers", 0)
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
@@ -77,7 +77,7 @@ class Source:
         own, first = derive_seed(seed, self.rank), 0
         seed_host(own)  # DataLoader workers derive their seeds from this state
         # The state may be missing: a copy that another rank rescued has only the state of that rank's loader
-        if self.tells and state is not None:
+        if self.stateful and state is not None:
             self.loader.load_state_dict(state)
             first = skip
         return self._read(iter(Workers(self.loader)), own, first, skip if self.replays else first)
@@ -97,14 +97,14 @@ class Split(Source):
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
         super().__init__(loader, rank)
-        self.tells = False  # a resume draws the order again
+        self.stateful = False  # a resume draws the order again
         self._share = (0, 1) if splits(loader) else (rank, world_size)
-        self._fed, self._checked = _Fed(loader), False
+        self._rank_loader, self._checked = _RankLoader(loader), False
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         weights: deque[float] = deque()
         parts = self._split(islice(self._draw(seed, epoch), skip, None), weights)
-        return ((batch, weights.popleft()) for batch in self._fed.read(parts, seed))
+        return ((batch, weights.popleft()) for batch in self._rank_loader.read(parts, seed))
 
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """Iterate over the global batches, each a list of sample indices."""
@@ -179,10 +179,10 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
             own = every[rank::world_size]
             num_own = len(own)
             padding = every[-1:] if pad and num_own < -(-len(every) // world_size) else []
-            fed = _evaluating.get(loader) or _Fed(loader)
+            rank_loader = _evaluating.get(loader) or _RankLoader(loader)
             if loader.persistent_workers:
-                _evaluating[loader] = fed
-            batches = fed.read(iter([*own, *padding]), seed)
+                _evaluating[loader] = rank_loader
+            batches = rank_loader.read(iter([*own, *padding]), seed)
             rank, world_size = 0, 1  # this rank uses all batches that it reads
     for number in count():
         with host_state_kept():
@@ -199,7 +199,7 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
 # DataLoaders ---------------------------------------------------------------------------------------------------------
 
 
-class _Given:
+class _PresetBatches:
     """Takes the place of a batch sampler. It has no reference to its DataLoader: in a reference cycle, workers would
     live until the next garbage collection."""
 
@@ -209,21 +209,21 @@ class _Given:
         return self.parts
 
 
-class _Fed:
+class _RankLoader:
     """A DataLoader with the settings of `loader`, which loads the batches given to `read` instead of its sampler's."""
 
     def __init__(self, loader: Any) -> None:
-        self._given, self._workers = _Given(), loader.num_workers > 0
+        self._preset, self._workers = _PresetBatches(), loader.num_workers > 0
         dataset: Any = _Seeded(loader.dataset) if self._workers else loader.dataset
         alike: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
         # Without its own generator, a DataLoader draws the workers' seeds from the default one
-        self._own = DataLoader(dataset, batch_sampler=self._given, generator=torch.Generator(), **alike)
+        self._own = DataLoader(dataset, batch_sampler=self._preset, generator=torch.Generator(), **alike)
 
     def read(self, parts: Iterator[Any], seed: int) -> Iterator[Any]:
         """Load the batches of `parts`. Workers may outlive an epoch, so the seed travels with each sample."""
-        self._given.parts = parts
+        self._preset.parts = parts
         if self._workers:
-            self._given.parts = ([(seed, index) for index in part] for part in parts)
+            self._preset.parts = ([(seed, index) for index in part] for part in parts)
         self._own.generator.manual_seed(seed)
         return Workers(self._own)
 
@@ -341,7 +341,7 @@ class Batches:
                 if loop.fetched:  # this check also refuses a loop without any job.step
                     job.tracked.check_unchanged(after_epoch=loop.epoch != position.epoch)
                 elif group.stops_before(position.step):
-                    raise job.stopped()
+                    raise job.save_and_stop()
                 clock.start()
                 found = next(pairs, None)
                 waited(clock.has_batch())
@@ -351,7 +351,7 @@ class Batches:
                 loop.weight = loop.batch_weight = self._weight
                 loop.fetched += 1
                 streams[number] += 1
-                job.draw_anew()
+                job.reseed()
                 step = position.step
                 yield batch
                 if position.step > step + 1 and loop.running[0] is self and not self._reused:

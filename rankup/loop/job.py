@@ -32,7 +32,7 @@ class Job:
     def __init__(self, group: Group, run: Run, settings: Settings) -> None:
         self.group, self.run, self.settings = group, run, settings
         self.run_dir, self.device, self.is_main = group.run_dir, group.device, group.is_rank0
-        self.rank, self.local_rank, self.world_size = group.rank, group.launch.local_rank, group.world_size
+        self.rank, self.local_rank, self.world_size = group.rank, group.rank_env.local_rank, group.world_size
         self.position = position = Position.of(run.newest.record if run.newest is not None else None)
         self.tracked = Tracked(share_all=settings.share_all and group.world_size > 1)
         self.agreement = Agreement(group, run, self.tracked.items, every=settings.compare_every_steps)
@@ -98,7 +98,7 @@ class Job:
             if not tracked.split and run.newest is None:  # otherwise all ranks have restored the same state
                 for name, digest in tracked.fingerprint().items():
                     group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
-        self.draw_anew()
+        self.reseed()
         group.record.begin(self.step_number)
 
     @contextlib.contextmanager
@@ -155,7 +155,7 @@ class Job:
         self.loop.has_epochs = True
         while self.epoch < count:
             yield self.epoch
-            self.stop_here()
+            self.stop_if_asked()
             # Otherwise a loader that the script rebuilds in each epoch would stay alive, with its persistent workers
             self._batches = {key: each for key, each in self._batches.items() if each in self.loop.begun}
             self.loop.begin_epoch()
@@ -179,7 +179,7 @@ class Job:
         try:
             before = -1
             while (step := self.step_number) < total:
-                self.stop_here()
+                self.stop_if_asked()
                 if step == before:  # the body did not enter job.step, and would otherwise loop forever
                     self.tracked.check_unchanged()
                 before = step
@@ -200,7 +200,7 @@ class Job:
         """
         if id(loader) not in self._batches:
             source = source_of(loader, self.rank, self.world_size, any_order=any_order)
-            if source.tells and not source.in_process:
+            if source.stateful and not source.in_process:
                 self.group.log.info(
                     "batches  a resume changes the random numbers that this loader's workers draw, unless the loader's "
                     "state holds them: keep a generator in the state of the data set"
@@ -220,9 +220,9 @@ class Job:
         try:
             for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
                 if self.world_size == 1:
-                    self.stop_here()
+                    self.stop_if_asked()
                 elif pad and self.group.max(int(self.group.stop.requested)):
-                    raise self.stopped()
+                    raise self.save_and_stop()
                 self.loop.weight = weight
                 yield batch
         finally:
@@ -260,7 +260,7 @@ class Job:
             return
         self._begun = True
         group, run, step = self.group, self.run, self.position.step
-        commit = (group.launch.agent or {}).get("commit", {})
+        commit = (group.rank_env.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
         run.begin(step, lambda: self.reporting.open(commit, changed=changed))
@@ -270,7 +270,7 @@ class Job:
         group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         group.stop.finish_step_first = True
         self.agreement.begin(step)
-        self.draw_anew()
+        self.reseed()
         self.enter_step()
 
     def enter_step(self) -> None:
@@ -281,17 +281,17 @@ class Job:
         else:
             group.watch.enter("step", timeout_s, step=self.position.step)
 
-    def draw_anew(self) -> None:
+    def reseed(self) -> None:
         """Seed all random numbers from the step, the batches fetched since, and the rank. Then copies need no state."""
         seed = derive_seed(self.settings.seed, self.position.step, self.rank)
         seed_everything(seed + self.loop.fetched, self.device)
 
-    def stop_here(self) -> None:
+    def stop_if_asked(self) -> None:
         """Save and raise Stopped if all ranks stop before the next step."""
         if not self.loop.fetched and self.group.stops_before(self.position.step):
-            raise self.stopped()
+            raise self.save_and_stop()
 
-    def stopped(self) -> Stopped:
+    def save_and_stop(self) -> Stopped:
         """Save, and return the error to raise. All ranks call this at the same step."""
         self.group.watch.settle()
         self.save(wait=True)

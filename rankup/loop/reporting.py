@@ -41,7 +41,7 @@ class LoopState:
         """`states`: the loaders' states, by pass; None for a loader without one."""
         self.epoch, self.has_epochs = position.epoch, False
         self.streams, self.loaders = [*position.streams], [*position.loaders]
-        self.begun, self.sources, self.tells = list[Any](), dict[int, Any](), bool(states)
+        self.begun, self.sources, self.stateful = list[Any](), dict[int, Any](), bool(states)
         self.left = {n: states[n] if n < len(states) else None for n in range(len(self.streams))}
         self.running: list[Any] = []
         self.fetched, self.weight, self.batch_weight, self.weight_asked = 0, 1.0, 1.0, False
@@ -60,14 +60,14 @@ class LoopState:
         if number == len(self.streams):
             self.streams.append(0)
             self.loaders.append(loader)
-        self.sources[number], self.tells = source, self.tells or source.tells
+        self.sources[number], self.stateful = source, self.stateful or source.stateful
         return number, self.left.pop(number, None)
 
     def loader_states(self) -> list[Any]:
         """Return the loaders' states by pass, None for a loader without one; [] if no loader has a state."""
-        if not self.tells:
+        if not self.stateful:
             return []
-        said = self.left | {n: each.loader.state_dict() if each.tells else None for n, each in self.sources.items()}
+        said = self.left | {n: each.loader.state_dict() if each.stateful else None for n, each in self.sources.items()}
         return [said[number] for number in range(len(self.streams))]
 
 

@@ -40,7 +40,7 @@ class CommitLock:
         self._lock = threading.Lock()
         self.busy = False
         self._failed = False  # a block raised, and its change never ends
-        self._stream: Any = None  # the GPU's stream for `beside`
+        self._stream: Any = None  # the GPU's stream for `own_stream`
         if device.type == "cuda":
             # Create the stream now: to create a process's first stream, CUDA waits for an empty queue, and the queue
             # never empties if a rank died. It must not be one of NCCL's: torch reuses its 32 streams of each priority
@@ -74,7 +74,7 @@ class CommitLock:
         return self.position if held and done else None
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def own_stream(self) -> Iterator[None]:
         """Let the block copy finished data from the GPU without waiting for the work that is queued there."""
         if self._stream is None:
             yield
@@ -299,7 +299,7 @@ class Saving:
 
     def _files(self, position: Position) -> dict[str, Content]:
         """Return the files of a copy of the last commit, at `position`."""
-        with self.commit_lock.beside():
+        with self.commit_lock.own_stream():
             nodes, tensors = tree.encode(self._own())
             if self.group.device.type == "cuda":  # tensors on the host need no copy, because the training has stopped
                 tensors = {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -4,7 +4,7 @@ from typing import Any
 
 from rankup.observe.stragglers import COMPUTE, WAITING
 
-FIRST_LINES = 10  # steps between lines until step `log_every_steps`, so that a short or slow loop shows its loss too
+EARLY_LOG_EVERY = 10  # steps between lines until step `log_every_steps`, so that short or slow loops show a loss too
 WITHOUT_EPOCHS = 1000  # steps between saves in a loop without job.epochs
 
 
@@ -35,7 +35,7 @@ class Step:
         if tracked.shared:
             job.group.collective(tracked.share_buffers)
         line, number, every = None, step + 1, job.settings.log_every_steps
-        if number % (every if number >= every else FIRST_LINES) == 0 or number == job.progress.total:
+        if number % (every if number >= every else EARLY_LOG_EVERY) == 0 or number == job.progress.total:
             line = job.reporting.line(number, values, weight=self._loop.weight)
         if tracked.shared or line is not None:
             self._clock.mark(WAITING)
@@ -68,7 +68,7 @@ class Step:
         job.enter_step()
         if self._line is not None:
             job.reporting.metrics.write(self._line)
-        job.draw_anew()
+        job.reseed()
         if step == job.agreement.rest_at and not self._tracked.split:
             job.agreement.compare_rest(self._tracked.fingerprint_of_rest())
         if run.saver.step is not None:
@@ -81,4 +81,4 @@ class Step:
         if every and step % every == 0:
             job.save()
         if not self._loop.running:
-            job.stop_here()
+            job.stop_if_asked()

@@ -28,7 +28,7 @@ from rankup.state.tree import ITEM, TensorFile, encode
 BUCKET_BYTES = 250 * 2**20  # DDP's own value: buffers up to this total size are sent as one
 CHECKS = 20  # only the first checks look at all objects: a mistake in a loop shows in every step
 LARGE_BYTES = 64 * 2**20  # compute no digests of larger tensors; parameters are checked without digests
-KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # contain no optimizers
+WITHOUT_OPTIMIZERS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)
 FILLED_IN_PLACE = (dict, list, torch.Tensor)
 WRAPPERS = (DistributedDataParallel, DataParallel)
 
@@ -184,7 +184,7 @@ class Tracked:
 
     def warn_of_others(self, say: Callable[[str], None]) -> None:
         """During the first steps, call `say` once for each optimizer that steps and has a state, but is not tracked."""
-        if any(not isinstance(item, KINDS) for item in self.items.values()):
+        if any(not isinstance(item, WITHOUT_OPTIMIZERS) for item in self.items.values()):
             return  # such an item may hold optimizers
         kept = set[int]().union(*map(_parameters, self._optimizers.values()))
         this = weakref.ref(self)  # torch never removes the hook

@@ -53,7 +53,7 @@ def logs(
                 if path not in found:
                     found[path] = LogReader(path, tail=TAIL if follow and not since else None)
             records = [log.records(whole=not follow, first_s=first_s) for log in found.values()]
-            sys.stdout.buffer.writelines(map(_as_json if as_json else _as_text, folded(records)))
+            sys.stdout.buffer.writelines(map(_as_json if as_json else _as_text, merged(records)))
             sys.stdout.buffer.flush()
             if not follow:
                 return
@@ -162,7 +162,7 @@ class LogReader:
                     yield Record(self._stamp, number, self.rank, self._host, text)
 
 
-def folded(logs: Iterable[Iterator[Record]]) -> Iterator[Sequence[Record]]:
+def merged(logs: Iterable[Iterator[Record]]) -> Iterator[Sequence[Record]]:
     """Yield all ranks' records by time. Equal lines that several ranks wrote at about the same time are one item."""
     following = {log: record for log in logs if (record := next(log, None))}
     while following:

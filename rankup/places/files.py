@@ -20,12 +20,12 @@ from rankup.env.rank_env import cache_folder
 from rankup.errors import UserError
 from rankup.urls import is_url
 
-Check = Callable[[], None]
+OwnerCheck = Callable[[], None]
 STAGING = ".writing-"  # prefix of what the folder's owner is still writing; the next owner of the folder removes it
 
 
 @contextmanager
-def staged(path: Path, *, check: Check | None = None) -> Iterator[Path]:
+def staged(path: Path, *, check: OwnerCheck | None = None) -> Iterator[Path]:
     """Yield a hidden path beside `path` to write to, and rename it to `path` if the block succeeds.
 
     `check`: the owner's `rankup.places.lease.Lease.check`. It is called right before the rename and raises if another
@@ -53,7 +53,7 @@ def remove_unfinished(folder: Path) -> None:
             discard(left)
 
 
-def discard(path: Path, *, check: Check | None = None) -> None:
+def discard(path: Path, *, check: OwnerCheck | None = None) -> None:
     """Remove a file, a copy or an unfinished copy. `check`: as in `staged`. Raises only what `check` raises."""
     # Rename first: a half-removed folder must not look like a copy, and nobody who still writes to it may publish it
     doomed = aside = path.with_name(f"{STAGING}{secrets.token_hex(4)}-old")
@@ -68,13 +68,13 @@ def discard(path: Path, *, check: Check | None = None) -> None:
         aside.unlink()
 
 
-def write_atomically(path: Path, content: str, *, check: Check | None = None) -> None:
+def write_atomically(path: Path, content: str, *, check: OwnerCheck | None = None) -> None:
     """Write `content` as UTF-8, completely or not at all. `check` and errors: as in `staged`."""
     with staged(path, check=check) as staging:
         staging.write_text(content, encoding="utf-8")
 
 
-def write_json(path: Path, data: Any, *, check: Check | None = None) -> None:
+def write_json(path: Path, data: Any, *, check: OwnerCheck | None = None) -> None:
     """Write `data` as JSON, completely or not at all. `check` and errors: as in `staged`."""
     write_atomically(path, json.dumps(data, indent=2) + "\n", check=check)
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError, disk_errors
-from rankup.places.files import Check, read_json, remove_unfinished, staged, write_json
+from rankup.places.files import OwnerCheck, read_json, remove_unfinished, staged, write_json
 from rankup.places.place import Place
 from rankup.timing import LAST_MESSAGE_S, LOCK_S
 
@@ -130,10 +130,10 @@ class Lease:
             if str((owner := self._owner()).get("token", "")) != self.predecessor:
                 raise self._owned_by(owner)  # this process was frozen after `_begin`
 
-        write_json(self.path, self._sign(1), check=check)
+        write_json(self.path, self._heartbeat(1), check=check)
         remove_unfinished(self.path.parent)
         with contextlib.suppress(OSError):  # usually there is no such folder
-            self.path.with_name(ASIDE).rename(before(self.path.parent))
+            self.path.with_name(ASIDE).rename(aside_folder(self.path.parent))
         path = self.path.with_name(METRICS)
         if self._may_wake and path.exists():  # copied only if needed, because it may be large
             with staged(path, check=self.check) as new:
@@ -144,7 +144,7 @@ class Lease:
 
     def _write(self, beat: int) -> None:
         """Send a heartbeat if this attempt still owns the run. A `beat` of 0 releases the run."""
-        write_json(self.path, self._sign(beat), check=self.check)
+        write_json(self.path, self._heartbeat(beat), check=self.check)
 
     def _follows(self, owner: Owner) -> bool:
         """Return whether this attempt is `agreed`, and `owner` is an earlier attempt of the same job."""
@@ -173,7 +173,7 @@ class Lease:
             with contextlib.suppress(OSError, UserError, PeerLost):
                 self._write(beat)
 
-    def _sign(self, beat: int) -> dict[str, Any]:
+    def _heartbeat(self, beat: int) -> dict[str, Any]:
         host = socket.gethostname().split(".")[0]
         return {"token": self.token, "attempt": self.attempt, "host": host, "pid": os.getpid(), "kernel": kernel_id(),
                 "beat": beat, "released": beat == 0}
@@ -233,7 +233,7 @@ class StoreLease(Lease):
         self.place.once(LAST_MESSAGE_S).write(_name(self.number), self._encoded(beat))
 
     def _encoded(self, beat: int) -> bytes:
-        return json.dumps(self._sign(beat)).encode()
+        return json.dumps(self._heartbeat(beat)).encode()
 
 
 def number_of(name: str) -> int:
@@ -297,7 +297,7 @@ class Lineage:
     def _marks(self) -> list[str]:
         return [mark for mark, _ in self.attempts]
 
-    def write(self, run_dir: Path, *, check: Check | None = None) -> None:
+    def write(self, run_dir: Path, *, check: OwnerCheck | None = None) -> None:
         """Write `run.json`. `check`: as in `rankup.places.files.staged`. Raises OSError, and what `check` raises."""
         write_json(run_dir / FILE, self.values(), check=check)
 
@@ -327,12 +327,12 @@ class Lineage:
         self.number += 1
 
 
-def before(run_dir: Path) -> Path:
+def aside_folder(run_dir: Path) -> Path:
     """Return a new folder name for what is put aside, unique to this process."""
     return run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 
-def put_aside(run_dir: Path, *, check: Check) -> Path | None:
+def put_aside(run_dir: Path, *, check: OwnerCheck) -> Path | None:
     """Move all that belongs to the run in `run_dir` into a new folder. Returns that folder, or None if nothing was
     there. Raises UserError, and what `check` raises, see `rankup.places.files.staged`."""
     there = [path for name in OF_RUN if (path := run_dir / name).exists()]
@@ -343,4 +343,4 @@ def put_aside(run_dir: Path, *, check: Check) -> Path | None:
         check()
         for path in there:
             path.rename(aside / path.name)
-        return aside.rename(before(run_dir))
+        return aside.rename(aside_folder(run_dir))

@@ -14,8 +14,8 @@ from typing import Any
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
-from rankup.places.lease import Lineage, before
-from rankup.state.copies import STATE, about, list_copies, step_of
+from rankup.places.lease import Lineage, aside_folder
+from rankup.state.copies import STATE, identity_of, list_copies, step_of
 from rankup.state.memory import list_held
 from rankup.state.saver import Options
 
@@ -91,7 +91,7 @@ def found_in(folder: Path) -> list[list[Any]]:
     """Return the copies in rank 0's folder, newest first, each as the fields of a Candidate from `kind` on. Unreadable
     copies are included, so that they are later reported as damaged."""
     return [
-        [CHECKPOINT, str(path), f"checkpoint {path.name}", *about(read_json(path / STATE), step_of(path))]
+        [CHECKPOINT, str(path), f"checkpoint {path.name}", *identity_of(read_json(path / STATE), step_of(path))]
         for path in reversed(list_copies(folder))
     ]
 
@@ -101,7 +101,7 @@ def held_by(group: Group, folder: Path, options: Options) -> Iterator[list[Any]]
     in its node's memory that fit the options."""
     for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
         record = read_json(path / STATE)
-        of, line = about(record, step_of(path)), Lineage.of(record.get("lineage"))
+        of, line = identity_of(record, step_of(path)), Lineage.of(record.get("lineage"))
         if line is not None:
             words = f"step {of[0]}, the second copy on {group.hosts[group.rank]} (rank {group.rank})"
             yield [PEER, str(path), words, *of, line.values()]
@@ -115,7 +115,8 @@ def held_by(group: Group, folder: Path, options: Options) -> Iterator[list[Any]]
             if "." not in path.parent.name:
                 # Memory also holds rescues of other jobs. Only a rescue of this job may say which run to resume
                 line = Lineage.of(record.get("lineage"))
-                known = line.values() if line is not None and group.launch.agent and of_this_job(line, group) else None
+                ours = line is not None and group.rank_env.agent and of_this_job(line, group)
+                known = line.values() if line is not None and ours else None
                 yield [RESCUE, str(path), f"step {of[0]}, rescued by {record['written_by']}", *of, known]
             elif options.memory_every_steps != 0 and record["world_size"] == group.world_size:
                 words = f"step {of[0]}, whose parts were all in memory"
@@ -127,10 +128,10 @@ def put_aside_others(folder: Path, run: str) -> None:
     a node 0 that loses its disk before the new run's first checkpoint would resume the earlier run."""
     for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:
         with contextlib.suppress(OSError):  # another rank of this node has moved it
-            other.rename(f"{before(folder)}-{SECOND}-{other.name}")
+            other.rename(f"{aside_folder(folder)}-{SECOND}-{other.name}")
 
 
 def of_this_job(other: Lineage, group: Group) -> bool:
     """Return whether this launch began the run `other`. Launchers without agents give a launch no id, and only tell of
     restarts."""
-    return other.start == group.launch.start if group.launch.start else group.restarted
+    return other.start == group.rank_env.start if group.rank_env.start else group.restarted

@@ -85,7 +85,7 @@ def step_of(path: Path) -> int:
     return int(path.name.split("-")[1].partition(".")[0])
 
 
-def about(record: dict[str, Any], step: int) -> tuple[int, str, str]:
+def identity_of(record: dict[str, Any], step: int) -> tuple[int, str, str]:
     """Return step, attempt and run of the copy whose folder is named after `step` and whose `state.json` is `record`.
     Attempt and run are "" if the record is unreadable or somebody renamed the folder."""
     good = {"run", "attempt"} <= record.keys() and record.get("step") == step

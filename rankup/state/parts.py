@@ -64,7 +64,7 @@ class Parts:
         nodes, tensors = encode(state)
         parts, places = local_parts(tensors)
         problem = reason(failure) if (failure := self._writing.failure) is not None else ""
-        which, size = _which(nodes, tensors), sum(part.nbytes for part in parts.values())
+        which, size = _part_id(nodes, tensors), sum(part.nbytes for part in parts.values())
         answers = group.gather([problem, self._gap(step, began_s), node_id(), which, size])
         problems, gaps, *about = zip(*answers, strict=True)
         known = list(zip(*about, strict=True))
@@ -161,7 +161,7 @@ def _keep(folder: Path, step: int, files: Mapping[str, Content]) -> Path:
     return copies.save(folder, files, step=step, keep=2)
 
 
-def _which(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
+def _part_id(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
     """Return an id that is equal for two ranks if they hold the same part."""
     places = sorted({str(mesh_position(tensor)) for tensor in tensors.values() if hasattr(tensor, "to_local")})
     # The keys count too: only a rank's own part holds the state of its loader

@@ -78,7 +78,7 @@ class Run:
         """Take ownership of the folder and the other places, on rank 0. Return the lineage of the run there or of a new
         run, and the token of the lease. Raises UserError and PeerLost."""
         group, options, folder = self.group, self.options, self.folder / "checkpoints"
-        agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
+        agreed = bool((group.rank_env.agent or {}).get("commit", {}).get("basis"))
         self.owner = lease = Lease(self.folder, group.attempt, agreed=agreed)
         with disk_errors("run_dir", self.folder):
             stack.enter_context(lease)  # on the caller's stack, and in this call, so that a refusal reaches all ranks
@@ -96,7 +96,7 @@ class Run:
                     self._found += [[kind, *one] for one in place.adopt(stack, wanted=self._may_take)]
                     if place.required:
                         self.owner = place.lease
-            line = Lineage.read(self.folder) or Lineage.new(group.attempt, group.launch.start)
+            line = Lineage.read(self.folder) or Lineage.new(group.attempt, group.rank_env.start)
             self._found += choice.found_in(folder)
         return line.values(), lease.token
 
@@ -199,7 +199,7 @@ class Run:
             for place in self.places.values():
                 if place.required:  # otherwise the next machine would not know of a run that was begun anew
                     place.upload(None)
-                place.copy(self._newest_here)  # an earlier attempt may have had no time to upload it
+                place.upload_later(self._newest_here)  # an earlier attempt may have had no time to upload it
 
         self.group.on_rank0(write)
         if self.second_rank is not None and not self.parts.wanted:  # that rank would have only a part of split state
@@ -233,7 +233,7 @@ class Run:
             memory.remove(self.lineage.run, range(step + 1, sys.maxsize))
             self._rescued = False
         for place in self.places.values():
-            place.copy(self.saver.folder / f"step-{step:08d}")
+            place.upload_later(self.saver.folder / f"step-{step:08d}")
         if self.options.save == "sync":
             self.wait()
 

@@ -143,7 +143,7 @@ class SecondPlace:
         self._failing = ""  # the last failure of a mirror, "" while the mirror works
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and mtime of each file at its last upload
 
-    def patient(self, timeout_s: float) -> None:
+    def retry_for(self, timeout_s: float) -> None:
         """From now on, repeat failing requests for most of `timeout_s`."""
         self.place = self.lease.place = self.place.within(BEFORE_WATCHDOG * timeout_s)
 
@@ -175,7 +175,7 @@ class SecondPlace:
                 there.write(self.folder, check=self.lease.check)
             run = Lineage.read(self.folder)
             for one in _copies(names, run.run) if run else []:
-                of = copies.about(self.place.read_json(f"{one}/{STATE}"), step_of(Path(one)))
+                of = copies.identity_of(self.place.read_json(f"{one}/{STATE}"), step_of(Path(one)))
                 found.append([one, f"checkpoint {Path(one).name} of {self.called}", *of])
         return found
 
@@ -208,7 +208,7 @@ class SecondPlace:
         """Within the block, only log that a mirror fails, unless only the mirror may hold the run (`alone`)."""
         opening_s = min(self.options.setup_timeout_s, self.options.save_timeout_s)
         try:
-            self.patient(opening_s if self.required or alone else FIND_S)
+            self.retry_for(opening_s if self.required or alone else FIND_S)
             yield
         except Damaged:
             raise
@@ -224,7 +224,7 @@ class SecondPlace:
 
     # While training -------------------------------------------------------------------------------------------
 
-    def copy(self, path: Path | None) -> None:
+    def upload_later(self, path: Path | None) -> None:
         """Upload changed files, and the copy `path` if given, in the background."""
         self._missing = path or self._missing
         if not self._waits:
@@ -239,8 +239,8 @@ class SecondPlace:
                 raise self._copying.failure
 
     def upload(self, path: Path | None) -> None:
-        """Do at once what `copy` does in the background. Raises UserError and PeerLost, also for a mirror."""
-        self.patient(self.options.save_timeout_s)
+        """Do at once what `upload_later` does in the background. Raises UserError and PeerLost, also for a mirror."""
+        self.retry_for(self.options.save_timeout_s)
         if not self.lease.number:  # the mirror did not answer when the run was opened
             here, (_, there) = Lineage.read(self.folder), newest_run(self.place, self.place.names())
             if here and there and there.run == here.run and not here.continues(there):
@@ -319,7 +319,7 @@ class SecondPlace:
     def finish(self, *, stopped: bool) -> None:
         """Upload everything a last time. Wait a bounded time for a mirror."""
         # A loop that was stopped may not have noticed that its last save was published
-        self.copy(next(reversed(list_whole(self.checkpoints)), None) if self.required or stopped else None)
+        self.upload_later(next(reversed(list_whole(self.checkpoints)), None) if self.required or stopped else None)
         self.settle()
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self.options.save_timeout_s / 2)
         self._copying.join(patience_s)

@@ -43,7 +43,7 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
 
     def one(rank: int) -> None:
         watch: Any = mock.Mock()
-        group: Any = SimpleNamespace(launch=read_rank_env(rank_env(rank, world_size, port)), settings={"torch": "x"},
+        group: Any = SimpleNamespace(rank_env=read_rank_env(rank_env(rank, world_size, port)), settings={"torch": "x"},
                                      attempt="a", log=QUIET, record=Record.new(), watch=watch, status=watch.status)
         with joining.no_name_lookups():
             try:

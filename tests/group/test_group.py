@@ -54,7 +54,7 @@ def check(group: Group) -> None:
         assert found["step"] == 3
         assert torch.equal(found["exp_avg"], received["state"][0]["exp_avg"])
 
-    group.launch.agent, group.settings = {}, {"lr": "1", "seed": str(rank)}  # type: ignore[misc]
+    group.rank_env.agent, group.settings = {}, {"lr": "1", "seed": str(rank)}  # type: ignore[misc]
     if group.world_size > 1:
         with pytest.raises(UserError, match=r"seed must be the same on all ranks, got 0 on rank 0 .* and 1 on rank 1"):
             check_settings(group)

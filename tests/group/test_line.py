@@ -149,6 +149,6 @@ def test_name_of_a_launchers_store_is_resolved_before_lookups_end(monkeypatch: p
         launch = RankEnv(
             rank=1, world_size=2, master_addr="localhost", master_port=store.getsockname()[1], agent_store=True
         )
-        group: Any = SimpleNamespace(launch=launch, settings={}, log=logging.getLogger("quiet"))
+        group: Any = SimpleNamespace(rank_env=launch, settings={}, log=logging.getLogger("quiet"))
         MemberLine(group, timeout_s=60.0)
     assert connected == ["127.0.0.1"]

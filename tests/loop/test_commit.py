@@ -136,7 +136,7 @@ def test_rescue_has_its_own_stream_on_the_gpu_of_its_rank(
     others = [saving.torch.cuda.Stream(guard.device) for _ in range(40)]  # type: ignore[no-untyped-call]
 
     def rescue() -> None:
-        with guard.beside():
+        with guard.own_stream():
             pass
 
     thread = threading.Thread(target=rescue)
@@ -179,6 +179,6 @@ def test_change_queued_behind_a_hang_does_not_count(
     assert step_at(guard) == (None if inside else 2)
     assert guard.position.step == 2
     if not inside:
-        with guard.beside():
+        with guard.own_stream():
             assert weights.cpu().tolist() == [2.0] * 3
     torch.cuda.synchronize()

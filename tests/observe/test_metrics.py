@@ -84,25 +84,6 @@ def test_metrics_and_tensorboard_have_the_values_of_the_run(digits: Path) -> Non
     assert 0.5 < result["metrics"]["accuracy"] < result["metrics"]["accuracy_top5"] <= 1.0
 
 
-def session(run: Path) -> dict[str, Any]:
-    """Return the settings that TensorBoard's HPARAMS tab shows for a run."""
-    from tensorboard.plugins.hparams import plugin_data_pb2
-
-    content = events(run).summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
-    return {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
-
-
-def test_hyperparameters_are_the_important_and_the_changed_settings(digits: Path) -> None:
-    assert session(digits) == {
-        "workload": "images", "dataset": "digits", "model": "mlp", "batch_size": 64, "epochs": 2, "max_steps": 0,
-        "optimizer": "sgd", "lr": 0.08, "seed": 0, "parallel": "ddp", "world_size": 2,
-        "log_every_steps": 10,  # not the default
-    }
-    # No list of columns, because TensorBoard would use the first run's list for all runs
-    assert "_hparams_/experiment" not in events(digits).summary_metadata
-
-
 def test_tensorboard_has_the_confusion_matrix_and_scores_of_each_class(digits: Path) -> None:
     (event,) = events(digits).Tensors("eval/confusion/text_summary")
     assert event.step == 44
@@ -141,10 +122,6 @@ def test_run_with_more_epochs_extends_the_same_curves(forks: Forks, tmp_path: Pa
         forks.ends(*MADE_UP, "--schedule", "constant", "--epochs", epochs, *at(run))
     written = assert_same(run)
     assert list(written["train/loss"]) == list(range(1, 17))
-    assert session(run).keys() == {  # an own workload has no data set and no model of images
-        "workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed", "parallel", "world_size",
-        "schedule", "log_every_steps", "eval_batch_size", "join_timeout_s",
-    }
 
 
 # Units --------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Writer:
 
     def hold(self, place: SecondPlace, timeout_s: float) -> None:
         """Count the requests of `place` as operations."""
-        place.patient(timeout_s)
+        place.retry_for(timeout_s)
         # If two find a mirror at the same time, the first to copy owns it
         is_owner = (lambda: True) if place.required else (lambda: place.lease.number > 0)
         place.place = replace(place.place, fs=_Held(place.place.fs, self, is_owner))

@@ -76,7 +76,7 @@ def test_requests_that_fail_for_a_moment_are_retried(door: Door, bucket: Bucket,
     path = save(tmp_path / "copies", 10)
     door.rule = fail_once
     here.upload(path)
-    there.patient(60)
+    there.retry_for(60)
     (manifest,) = (name for name in there.place.names() if name.endswith("/manifest.json"))
     assert there.fetch(manifest.rpartition("/")[0], no_check).step == 10
     assert {request.method for request in failed} >= {"GET", "PUT"}

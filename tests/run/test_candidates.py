@@ -43,7 +43,7 @@ class Node:
         self.run_dir.mkdir()
         self.rank, self.local_rank, self.world_size, self.hosts, self.is_rank0 = 0, 0, 1, ["node0"], True
         self.log = SimpleNamespace(warning=self.said.append)
-        self.launch, self.restarted, self.attempt = SimpleNamespace(start="", agent=None), False, "next"
+        self.rank_env, self.restarted, self.attempt = SimpleNamespace(start="", agent=None), False, "next"
 
     def gather(self, value: Any) -> list[Any]:
         return [value]

@@ -83,7 +83,7 @@ class Horovod(Method):
 def _rendezvous(group: Group) -> Iterator[None]:
     """Serve, on rank 0, the store through which Horovod's ranks find each other, on the host of torch's store. Under
     horovodrun nothing is needed: horovodrun serves that store."""
-    if group.world_size == 1 or group.launch.launcher == "horovodrun":
+    if group.world_size == 1 or group.rank_env.launcher == "horovodrun":
         yield
         return
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer

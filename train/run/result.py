@@ -1,7 +1,6 @@
 """`Training`, which holds what the loop works with. The lines that a run logs at its start and while it trains. The
 result of a run: `result.json` and a table."""
 
-import json
 import math
 import resource
 import time
@@ -24,11 +23,6 @@ from ..workloads.workload import Workload
 from . import weights
 
 SAY_EVERY_S = 5.0
-# Settings that TensorBoard's HPARAMS table shows even if they have their defaults
-ALWAYS = {"workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed"}
-OF_IMAGES = {"dataset", "model"}  # shown for workload images; other workloads do not use them
-# Settings that the table never shows: where a run is kept and how it is watched. The row already has the run's name
-NEVER = {"name", "run_dir", "mirror", "tensorboard", "tracker", "options"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,15 +92,8 @@ def write_result(t: Training, *, seconds: float) -> None:
         return
     table, _ = report(t.tables, workload.classes)
     method, reporting = method_name(config, group.world_size), job.reporting
-    if (board := reporting.metrics.tensorboard) is not None:
-        from torch.utils.tensorboard.summary import hparams  # takes half a second, so only if it is used
-
-        if table:
-            board.add_text("eval/confusion", f"```\n{table}\n```", job.step_number)
-        shown = shown_settings(config, method=method, world_size=group.world_size)
-        _, *session = hparams(shown, {})  # type: ignore[no-untyped-call]
-        for summary in session:  # without the list of columns: TensorBoard shows only that of the first run
-            board.file_writer.add_summary(summary)
+    if table and (board := reporting.metrics.tensorboard) is not None:
+        board.add_text("eval/confusion", f"```\n{table}\n```", job.step_number)
     result = reporting.result(
         steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
         digest=weights.digest(state), data=workload.data_name, parallel=method,
@@ -123,16 +110,6 @@ def write_result(t: Training, *, seconds: float) -> None:
         curves = f", tensorboard --logdir {result['run']}" if config.tensorboard else ""
         rows["next"] = f"rankup status {result['run']}{curves}"
     group.log.info(f"finished after {result['step']} steps\n{two_columns(result['metrics'], rows)}")
-
-
-def shown_settings(config: Config, *, method: str, world_size: int) -> dict[str, bool | int | float | str]:
-    """Return what HPARAMS shows: ALWAYS, settings that differ from their defaults, and a user workload's `options`."""
-    always = ALWAYS | OF_IMAGES if config.workload == "images" else ALWAYS
-    shown = {*always, *config.model_dump(exclude_defaults=True)} - NEVER
-    found = {name: value for name, value in config.model_dump().items() if name in shown}
-    found |= {f"options.{name}": value for name, value in config.options.items()}
-    found |= {"parallel": method, "world_size": world_size}
-    return {name: v if isinstance(v, bool | int | float | str) else json.dumps(v) for name, v in found.items()}
 
 
 def _peak_memory_mb(device: torch.device) -> float:
