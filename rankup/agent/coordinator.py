@@ -33,7 +33,8 @@ async def id_of(shared_dir: str) -> str:
     def read() -> str:
         place = Place.open(shared_dir, warn=log.debug)
         place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
-        place.must_refuse("shared.json")  # otherwise two halves of a job could both claim the right to continue
+        # Otherwise two halves of a job could both claim the right to continue
+        place.must_refuse("shared.json", option="--shared-dir")
         while not (found := str(place.read_json("shared.json").get("id", ""))):
             time.sleep(timing.PAUSE_S)  # another node is writing the file
         return found

@@ -124,7 +124,9 @@ def fits(value: Any, form: Any) -> bool:
         return isinstance(value, int if isinstance(form, range) else str) and value in form
     if isinstance(form, re.Pattern):
         return isinstance(value, str) and form.fullmatch(value) is not None
-    return isinstance(value, (int, float) if form is float else form)
+    if form is float and isinstance(value, int):  # JSON has integers that no float can hold
+        return abs(value) < 2**63
+    return isinstance(value, form)
 
 
 # Ports and interfaces -------------------------------------------------------------------------------------------------

@@ -137,22 +137,20 @@ class Group:
 
         Raises TypeError for a value that JSON can't hold.
         """
-        return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
-
-    def gather_tensors(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank. Values and errors: as in `broadcast_tensors`."""
-        return [_unpacked(data) for data in self._gather_bytes(_packed(value))]
-
-    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        data = json.dumps(value).encode()
         if self.world_size == 1:
-            return [data]
-        sizes = [torch.tensor(0) for _ in range(self.world_size)]
-        self.collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
-        longest = max(map(int, sizes))  # all-gather needs parts of equal size
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+            return [json.loads(data)]
+        longest = self.max(len(data))  # all-gather needs parts of equal size
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)  # torch warns about read-only bytes
         self.collective(lambda: dist.all_gather(parts, own))
-        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+        return [json.loads(part.numpy().tobytes()) for part in parts]  # JSON ignores the spaces at the end
+
+    def gather_tensors(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, by rank. Values and errors: as in `broadcast_tensors`. One value travels at a
+        time, because values may be large and of very different sizes."""
+        data = _packed(value)
+        return [_unpacked(self.broadcast_bytes(data, source=rank)) for rank in range(self.world_size)]
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         """Return rank `source`'s `value` on all ranks, and ignore the others' values. The value travels as JSON: a

@@ -213,7 +213,7 @@ def _stacks() -> str:
         return memory.read().decode(errors="replace")
 
 
-# Places --------------------------------------------------------------------------------------------------------------
+# Locations -----------------------------------------------------------------------------------------------------------
 
 
 THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*most recent call first.*\n((?:  .*\n)*)", re.MULTILINE)

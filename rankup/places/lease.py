@@ -223,7 +223,7 @@ class StoreLease(Lease):
 
     def _take(self) -> None:
         self.claim(self.number + 1)
-        self.place.must_refuse(_name(self.number))
+        self.place.must_refuse(_name(self.number), option="run_dir")
 
     def _owner(self) -> Owner:
         return self.place.read_json(_name(self.number))

@@ -127,10 +127,11 @@ class Place:
 
         return self._try(f"create {name}", write, writes=True)
 
-    def must_refuse(self, name: str) -> None:
+    def must_refuse(self, name: str, *, option: str) -> None:
         """Raise UserError if the place creates the object `name`, which exists: then two jobs could own one run."""
         if self.create(name, b"{}"):  # not "", which `create` would take for its own in a file still being written
-            raise UserError(f"{self.url} must support conditional writes. S3, GCS, Azure and MinIO do: use one.")
+            rule = "a place with conditional writes, like S3, GCS, Azure or MinIO"
+            raise UserError(f"{option} must be {rule}, got {self.url}.")
 
     def upload(self, files: dict[str, Path]) -> None:
         """Upload each of the `files` under its name, several at a time, and large files in parts. Raises

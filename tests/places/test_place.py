@@ -97,7 +97,7 @@ def test_only_one_of_two_creates_a_name_in_a_folder(tmp_path: Path) -> None:
     created = [one.create("x.json", b"1"), other.create("x.json", b"2"), one.create("x.json", b"1")]
     assert (created, one.read("x.json")) == ([True, False, True], b"1")
     (tmp_path / "x.json").write_bytes(b"")  # as while its creator is still writing it
-    other.must_refuse("x.json")
+    other.must_refuse("x.json", option="run_dir")
 
 
 def test_store_that_does_not_answer_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +168,7 @@ def test_successor_on_a_killed_attempts_disk_does_not_wait_for_its_silence(
 
 def test_store_without_conditional_writes_is_refused(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Place, "create", lambda self, name, content: self.write(name, content) is None)
-    for use in (lease(bucket, "first").__enter__, lambda: asyncio.run(id_of(bucket.url))):
-        with pytest.raises(UserError, match=f"{bucket.url} must support conditional writes"):
+    uses = {"run_dir": lease(bucket, "first").__enter__, "--shared-dir": lambda: asyncio.run(id_of(bucket.url))}
+    for option, use in uses.items():
+        with pytest.raises(UserError, match=f"^{option} must be a place with conditional writes, .*, got {bucket.url}"):
             use()

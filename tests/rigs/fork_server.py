@@ -206,7 +206,7 @@ def serve() -> None:
     commands = ("train.commands.checkpoint", "rankup.doctor.stages", "train.loop", "rankup.cli", "rankup.job",
                 "rankup.launch")
     gc.disable()
-    for slow in ("torch._dynamo", "torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata", "fire",
+    for slow in ("torch._dynamo", "torch.utils.tensorboard", "fire",
                  *commands, "train.workloads.images", "train.workloads.text", "train.data.sources.in_memory",
                  *sys.argv[1:]):
         importlib.import_module(slow)

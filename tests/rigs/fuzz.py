@@ -47,7 +47,7 @@ from train.data.sources.in_memory import read
 from train.run.weights import init_from
 
 Files = dict[str, bytes]
-HUGE = (b"99999999999999999999", b"-1", b"1e999", b"0", b"9" * 5000, b"NaN", b"4294967295")
+HUGE = (b"99999999999999999999", b"-1", b"1e999", b"0", b"9" * 400, b"9" * 5000, b"NaN", b"4294967295")
 VALUES = (None, True, -1, 1e308, 0.5, 2**70, "x" * 9999, "\0", "../outside", [], {}, [[]], {"$": "tensor", "is": "../"})
 
 
@@ -221,6 +221,7 @@ async def read_frames(data: bytes) -> None:
     leader = Leader(me, log=lambda text: None, prepare=prepare, on_message=hear)
     await leader.accept(*_said(data))
     leader.tick()
+    leader.heartbeats()
     assert not broken, broken
 
 

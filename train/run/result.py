@@ -1,6 +1,7 @@
 """`Training`, which holds what the loop works with. The lines that a run logs at its start and while it trains. The
 result of a run: `result.json` and a table."""
 
+import contextlib
 import math
 import resource
 import time
@@ -93,7 +94,8 @@ def write_result(t: Training, *, seconds: float) -> None:
     table, _ = report(t.tables, workload.classes)
     method, reporting = method_name(config, group.world_size), job.reporting
     if table and (board := reporting.metrics.tensorboard) is not None:
-        board.add_text("eval/confusion", f"```\n{table}\n```", job.step_number)
+        with contextlib.suppress(OSError):  # `reporting.result` reports a full disk
+            board.add_text("eval/confusion", f"```\n{table}\n```", job.step_number)
     result = reporting.result(
         steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
         digest=weights.digest(state), data=workload.data_name, parallel=method,
