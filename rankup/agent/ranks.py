@@ -241,12 +241,11 @@ class Ranks:
         if not rank.running:
             return
         rank.running, record = False, rank.record.read()
-        early = ""
+        cause, suspect = (rank.said.why, rank.said.suspect) if rank.said is not None else ("", None)
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0 before it had finished: this counts as code 1", rank.number)
-            code, early = FAULT, "it ended with 0 before it had finished"
-        cause, suspect = (rank.said.why, rank.said.suspect) if rank.said is not None else (early, None)
-        if code == KILLED and not rank.told:
+            code, cause = FAULT, "it ended with 0 before it had finished"
+        elif code == KILLED and not rank.told:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.reader is not None and code != FINISHED:
             cause = last_exception(rank.reader.tail)

@@ -244,11 +244,11 @@ def test_reason_of_a_failure_is_its_last_exception(tail: str, said: str) -> None
 def test_logs_of_ended_ranks_leave_no_file_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        pump = OutputReader(tmp_path, 0, 2)
-        os.write(pump.outputs[0], b"hello\n")
-        for output in pump.outputs:
+        reader = OutputReader(tmp_path, 0, 2)
+        os.write(reader.outputs[0], b"hello\n")
+        for output in reader.outputs:
             os.close(output)
-        pump.thread.join(60)
+        reader.thread.join(60)
     assert len(os.listdir("/proc/self/fd")) == before
     assert (tmp_path / "logs" / "rank-0.log").read_text().count("hello") == 3
 

@@ -113,11 +113,11 @@ def test_first_membership_is_no_restart_even_after_a_failed_proposal(tmp_path: P
     async def scene() -> None:
         ranks = made(tmp_path)
         ranks.server = SimpleNamespace(start_store=lambda listener: None)  # type: ignore[assignment]
-        lead = Coordinator(member(0), ranks, places={}, outdone=print)
-        lead.leader.basis = {**NONE, "job": job}
-        said = await lead._prepare(3)
+        coordinator = Coordinator(member(0), ranks, places={}, outdone=print)
+        coordinator.leader.basis = {**NONE, "job": job}
+        said = await coordinator._prepare(3)
         assert (said["restarts"], said["again"]) == (restarts, restarts > 0)
-        lead.give_up()
+        coordinator.give_up()
 
     asyncio.run(scene())
 
@@ -132,18 +132,18 @@ def test_run_is_taken_once_even_if_a_member_is_lost_meanwhile(tmp_path: Path, ha
         return go.wait(600)
 
     async def scene() -> None:
-        lead = Coordinator(member(0), made(tmp_path, text="pass\n"), places={}, outdone=print)
-        assert lead.status is not None
-        lead.status.take = take  # type: ignore[method-assign]
-        lost = asyncio.create_task(lead._prepare(1))
+        coordinator = Coordinator(member(0), made(tmp_path, text="pass\n"), places={}, outdone=print)
+        assert coordinator.status is not None
+        coordinator.status.take = take  # type: ignore[method-assign]
+        lost = asyncio.create_task(coordinator._prepare(1))
         while not taken:
             await asyncio.sleep(0.01)
         lost.cancel()
         if hangs:
             return
         go.set()
-        assert (await lead._prepare(2))["again"]
-        lead.give_up()
+        assert (await coordinator._prepare(2))["again"]
+        coordinator.give_up()
 
     asyncio.run(scene())  # the end of the agent does not wait for the disk either
     assert len(taken) == 1
