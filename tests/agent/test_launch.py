@@ -233,12 +233,13 @@ def hang_from_the_first_report_on() -> None:
     ("import rankup\nrankup.init(folder / 'runs/job')",
      "RuntimeError: the script ended without job.finish(): no --data"),
     ("import rankup", "SystemExit: no --data"),  # before there is a run
+    ("import rankup as r\nr.init(folder / 'runs/job')\nos._exit(0)", "it ended with 0 before it had finished"),
 ])
-def test_message_of_sys_exit_is_the_cause(begin: str, cause: str, forks: Forks, tmp_path: Path) -> None:
+def test_exit_of_a_script_has_a_cause(begin: str, cause: str, forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, f"{begin}\nsys.exit('no --data')")
     output = forks.ends("launch", f"--run-dir={tmp_path}/runs", script, code=1)
     assert f"ended with 1 ({cause}) (exit code 1)" in output
-    if begin == "import rankup":
+    if not begin.startswith(("print", "import rankup\n")):
         return
     assert cause in status(tmp_path)["why"]
     assert cause in diagnose_files([tmp_path / "runs/job"])[0].seen

@@ -583,6 +583,7 @@ async def test_stranger_that_says_nothing_is_disconnected(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "message", [{"is": "ready"}, {"is": "alive", "ranks": 3}, {"is": "alive", "ranks": [{"ago_s": 1.0}]}, {"is": "end"},
+                {"is": "alive", "ranks": [{"rank": 1, "ago_s": 10**400}]},  # no float holds it
                 {"is": "stop", "signal": "SIGKILL"}, {"stop": 1}]
 )
 @asynchronous

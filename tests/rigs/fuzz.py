@@ -221,7 +221,6 @@ async def read_frames(data: bytes) -> None:
     leader = Leader(me, log=lambda text: None, prepare=prepare, on_message=hear)
     await leader.accept(*_said(data))
     leader.tick()
-    leader.heartbeats()
     assert not broken, broken
 
 
