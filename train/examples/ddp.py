@@ -1,7 +1,5 @@
 """A first DistributedDataParallel loop: a small network learns in which quadrant of a plane a point lies."""
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,9 +22,8 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/ddp")
+    device = job.device
     torch.manual_seed(0)
 
     plane = torch.randn(1024, 2)

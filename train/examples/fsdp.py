@@ -1,7 +1,5 @@
 """FSDP2: each rank holds a part of every parameter. A small network learns which of two numbers is larger."""
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,9 +23,8 @@ def network() -> nn.Sequential:
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/fsdp")
+    device = job.device
     torch.manual_seed(0)
 
     pairs = torch.cartesian_prod(torch.arange(NUMBERS), torch.arange(NUMBERS))

@@ -4,7 +4,6 @@ The images are the digits in train/samples, stored in the format of MNIST.
 """
 
 import copy
-import os
 from pathlib import Path
 
 import torch
@@ -31,9 +30,8 @@ def critic_network() -> nn.Module:
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/gan")
+    device = job.device
     torch.manual_seed(0)
 
     dataset = TensorDataset(MNIST(DATA).data.reshape(-1, PIXELS) / 127.5 - 1)  # between -1 and 1

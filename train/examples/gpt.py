@@ -1,7 +1,6 @@
 """A small character-level GPT. Its batches are random pieces of a text, and its loop counts steps, not epochs."""
 
 import math
-import os
 from pathlib import Path
 
 import torch
@@ -37,9 +36,8 @@ class GPT(nn.Module):
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/gpt")
+    device = job.device
 
     text = TEXT.read_text()
     numbers = {character: number for number, character in enumerate(sorted(set(text)))}

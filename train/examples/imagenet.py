@@ -3,7 +3,6 @@
 The images are the digits in train/samples, stored in the format of MNIST, so that the example runs in seconds.
 """
 
-import os
 from pathlib import Path
 
 import torch
@@ -43,9 +42,8 @@ def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> floa
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/imagenet")
+    device = job.device
     torch.manual_seed(0)
 
     augmented = transforms.Compose([transforms.RandomCrop(8, padding=1), transforms.ToTensor()])

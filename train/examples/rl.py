@@ -3,8 +3,6 @@
 The buffer has `state_dict` and `load_state_dict`. All ranks hold the same moves.
 """
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -57,9 +55,8 @@ def play(network: nn.Module, device: torch.device) -> torch.Tensor:
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/rl")
+    device = job.device
     torch.manual_seed(0)
     policy, target = (nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).to(device) for _ in range(2))
     policy = DistributedDataParallel(policy)
