@@ -6,7 +6,9 @@ Each command imports what it needs inside its function, so that help takes milli
 
 import argparse
 import json
+import math
 import os
+import re
 import runpy
 import shlex
 import signal
@@ -30,6 +32,14 @@ Run = Callable[[argparse.Namespace], int | None]
 Option = tuple[list[str], dict[str, Any]]
 
 
+ARGPARSE_SAYS = (
+    (r"^argument (\S+?)(/\S+)?: ", r"\1 "),
+    (r"expected one argument$", "must be followed by a value"),
+    (r"ignored explicit argument (.*)$", r"must have no value, got \1"),
+    (r"^the following arguments are required: (.*)$", r"\1 must be given"),
+)
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of one command. It reports a mistake as a UserError of one line."""
 
@@ -46,6 +56,9 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def error(self, message: str) -> NoReturn:
+        """Report a mistake that argparse found, in the words of our own rules."""
+        for pattern, ours in ARGPARSE_SAYS:
+            message = re.sub(pattern, ours, message)
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} See {self.prog} --help.")
 
 
@@ -57,15 +70,36 @@ def _unknown(what: str, word: str, known: Sequence[str]) -> str:
 # Options and commands -------------------------------------------------------------------------------------------------
 
 
+def must_be(rule: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """Decorate a parser of an option's value. If the parser raises ValueError, the user reads the rule."""
+
+    def decorate(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+        def checked(text: str) -> Any:
+            try:
+                return parse(text)
+            except ValueError:
+                raise argparse.ArgumentTypeError(f"must be {rule}, got {text}") from None
+
+        return checked
+
+    return decorate
+
+
+def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `least` to `most`."""
+
+    @must_be("a whole number " + (f"from {least} to {most}" if most < math.inf else f">= {least}"))
+    def parse(text: str) -> int:
+        if not least <= (found := int(text)) <= most:
+            raise ValueError(text)
+        return found
+
+    return parse
+
+
+@must_be("a number of seconds >= 0")
 def seconds(text: str) -> float:
-    """Parse the value of an option that is a time."""
     if not (found := float(text)) >= 0:  # refuses nan too
-        raise ValueError(text)
-    return found
-
-
-def positive(text: str) -> int:
-    if (found := int(text)) < 1:
         raise ValueError(text)
     return found
 
@@ -75,13 +109,14 @@ def ranks(text: str) -> int:
     if text in ("gpu", "cpu", "auto"):
         way_out = "Give $(nvidia-smi -L | wc -l) for one rank per GPU, or $(nproc) for one per CPU"
         raise argparse.ArgumentTypeError(f"must be a number, got {text}. {way_out}")
-    return positive(text)
+    return whole(1)(text)
 
 
 def option(names: str, kind: Any, text: str, **details: Any) -> Option:
     """Describe an option. `kind`: int, float for seconds, bool for a flag, or a placeholder for texts. `text`: help."""
     common: dict[Any, dict[str, Any]] = {
-        int: {"type": int, "metavar": "N"}, float: {"type": seconds, "metavar": "S"}, bool: {"action": "store_true"},
+        int: {"type": whole(0), "metavar": "N"}, float: {"type": seconds, "metavar": "S"},
+        bool: {"action": "store_true"},
     }
     return names.split(), {**common.get(kind, {"metavar": kind, "default": ""}), "help": text, **details}
 
@@ -116,9 +151,13 @@ def command(usage: str, examples: tuple[str, str], *options: Option) -> Callable
 
 def codes(text: str) -> frozenset[int]:
     """Parse the value of --restart-on."""
-    return frozenset(map(int, text.split(",")))
+    return frozenset(whole(1, 127)(code) for code in text.split(","))
 
 
+shell_words = must_be("words as in a shell, with closed quotes")(shlex.split)
+
+
+@must_be("a number of nodes, or 2:4 for two to four")
 def nodes(text: str) -> tuple[int, int]:
     """Parse the value of --nnodes: the fewest and the most nodes."""
     least, colon, most = text.partition(":")
@@ -137,14 +176,14 @@ def nodes(text: str) -> tuple[int, int]:
     option("--wait-for-node", float, "accept fewer nodes after S seconds (%(default)g)", default=10.0),
     option("--lost-after-s", float, "2:4 or spares: a node is lost after S silent seconds (%(default)g)", default=10.0),
     option("--shared-dir", "DIR", "folder or address that all nodes share: only one half of a split job goes on"),
-    option("--max-failures-per-node", int, "leave a node out after N failures (no limit)", type=positive),
+    option("--max-failures-per-node", int, "leave a node out after N failures (no limit)", type=whole(1)),
     option("--node-rank", int, "number of this node, from 0 (RANK)"),
     option("--master-addr", "HOST", "name or address of node 0 (MASTER_ADDR)"),
-    option("--master-port", int, "port on node 0 (MASTER_PORT, or 29400)", type=positive),
+    option("--master-port", int, "port on node 0 (MASTER_PORT, or 29400)", type=whole(1, 65535)),
     option("--join-timeout-s", float, "wait S seconds for the other nodes (%(default)g)", default=300.0),
     option("--max-restarts", int, "give up after N restarts without a new step (3)", default=3),
     option("--restart-on", "CODES", "restart after these exit codes below 128 too: 1,75", type=codes, default=()),
-    option("--restart-args", "WORDS", "append these arguments at each restart", type=shlex.split),
+    option("--restart-args", "WORDS", "append these arguments at each restart", type=shell_words),
     option("--stop-grace-s", float, "kill a script S seconds after SIGTERM or SIGINT (%(default)g)", default=110.0),
     option("--work-dir", "DIR", "folder to run the script in, created if missing (here)"),
     option("--name", "NAME", "name of the run (the script's name)"),
@@ -230,7 +269,7 @@ def explain(given: argparse.Namespace) -> int:
     "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"),
     option("--alone", bool, "check only this machine, as one process, even under a launcher"),
     RUN_DIR,
-    option("--num-threads", int, "CPU threads of each rank (1)", default=1),
+    option("--num-threads", int, "CPU threads of each rank (1)", default=1, type=whole(1)),
     option("--num-workers", int, "DataLoader workers of each rank (0)", default=0),
     option("--join-timeout-s", float, "wait S seconds for the other ranks (%(default)g)", default=120.0),
     JSON,

@@ -77,9 +77,8 @@ def find_run(runs: Path, name: str) -> Path:
         if is_run(folder):
             return folder
     names = sorted(path.name for path in runs.glob("*") if is_run(path))
-    raise UserError(
-        f"RUN must be a run in {runs}/ or a run's folder, got {name}. There are: {', '.join(names[:20]) or 'none'}."
-    )
+    there = f"There are: {', '.join(names[:20])}." if names else "There are no runs yet."
+    raise UserError(f"RUN must be a run in {runs}/ or a run's folder, got {name}. {there}")
 
 
 def is_run(folder: Path) -> bool:

@@ -79,7 +79,8 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     beats = [_modified(run_dir / "lease.json"), newest.time if newest else 0.0] if state == "running" else [0.0]
     last_sign_s = max(0.0, now - max(_modified(run_dir / "status.json"), *beats))
     # An attempt that finished the run was not restarted, although a later one may have read the run or added epochs
-    earlier = [report for report in reports if report is not live and not report.finished]
+    earlier = [(report, step) for report, step in zip(reports, _last_steps(reports), strict=True)
+               if report is not live and not report.finished]
     return {
         "run": run_dir.name, "folder": str(run_dir), "state": state, "attempt": attempt,
         # Without a lease and a report there are no heartbeats to miss, nor after the run has ended
@@ -89,7 +90,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "unit": newest.unit if newest else "", "per_s": newest.per_s if newest else None,
         "remaining_s": live.remaining_s if live and state == "running" else None,
         "metrics": newest.metrics if newest else {},
-        "ranks": _ranks(summary, live), "restarts": [_end(run_dir, report) for report in earlier],
+        "ranks": _ranks(summary, live, newest), "restarts": [_end(run_dir, *each) for each in earlier],
         "nodes": live.nodes if live else [],
         "goodput": goodput(reports) if any(report.total_steps or report.step for report in reports) else None,
     }
@@ -101,20 +102,30 @@ def _modified(path: Path) -> float:
     return 0.0
 
 
-def _ranks(summary: dict[str, Any], live: Report | None) -> list[dict[str, Any]]:
-    """Return each known rank: how it ended, or its step and phase when rank 0 last heard from it."""
+def _last_steps(reports: list[Report]) -> list[int]:
+    """Return the last finished step of each attempt. A killed attempt's report is up to two seconds old, but the
+    attempt after it may have resumed from a later step in memory."""
+    resumed = [*(report.first_step for report in reports[1:]), 0]  # nothing follows the last one
+    return [max(report.step, step) for report, step in zip(reports, resumed, strict=False)]
+
+
+def _ranks(summary: dict[str, Any], live: Report | None, newest: Report | None) -> list[dict[str, Any]]:
+    """Return each known rank: how it ended, or its step and phase when rank 0 last heard from it. The step is None if
+    the rank has not restored the state of a run that has steps, for example because the run had finished."""
     heartbeats = {heartbeat["rank"]: heartbeat for heartbeat in live.ranks} if live else {}
     ends = {end["rank"]: end for end in summary.get("ranks", {}).values()}
-    return [{**heartbeats.get(rank, {}), **ends.get(rank, {})} for rank in sorted(ends or heartbeats)]
+    found = [{**heartbeats.get(rank, {}), **ends.get(rank, {})} for rank in sorted(ends or heartbeats)]
+    none = None if newest is not None and newest.step else 0
+    return [{**rank, "step": rank.get("step") or none} for rank in found]
 
 
-def _end(run_dir: Path, report: Report) -> dict[str, Any]:
-    """Return how an earlier attempt ended, from its ranks' files. `code` and `why` are those of the cause."""
+def _end(run_dir: Path, report: Report, step: int) -> dict[str, Any]:
+    """Return how an earlier attempt ended after `step`, from its ranks' files. `code` and `why` are the cause's."""
     files = sorted((run_dir / "status" / report.attempt).glob("rank-*.json"))
     ends = [End.read(end) for end in map(read_json, files) if fits(end, END)]
     cause = cause_of(ends)[1] if ends else None
     return {
-        "attempt": report.attempt, "time": report.time, "step": report.step, "code": cause.code if cause else None,
+        "attempt": report.attempt, "time": report.time, "step": step, "code": cause.code if cause else None,
         "why": cause.why if cause else "", "lasted_s": report.time - report.began,
     }
 
@@ -228,7 +239,7 @@ def _rank_table(run: dict[str, Any], now: float) -> Table:
         # The rank that was heard from longest ago represents the row
         oldest = min(alike, key=lambda rank: float(rank.get("seen", now)))
         # A script that does not import rankup reports no steps
-        step = ranges({rank["step"] for rank in alike}) if run["total_steps"] else ""
+        step = ranges({rank["step"] for rank in alike if rank["step"] is not None}) if run["total_steps"] else ""
         _add(table, ranges(rank["rank"] for rank in alike), oldest["host"], step, _phase(oldest), _sign(oldest, now))
     return table
 

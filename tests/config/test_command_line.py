@@ -104,6 +104,11 @@ def test_help_has_the_settings_of_the_chosen_parts(capsys: Captured, line: str, 
     assert f"{elsewhere} VALUE" not in out
 
 
+@pytest.mark.parametrize("line", ["--options.x True", "--options.x=True", "--options.x true"])
+def test_option_of_a_workload_may_be_true_as_python_writes_it(line: str) -> None:
+    assert load_config(parse_args(["train", *line.split()]).settings).options == {"x": True}
+
+
 def test_empty_command_line_shows_the_commands_and_is_a_mistake(capsys: Captured) -> None:
     code, out, _ = ended("", capsys)
     assert code == 2
@@ -121,6 +126,8 @@ def test_empty_command_line_shows_the_commands_and_is_a_mistake(capsys: Captured
     ("train - x", ['unexpected argument "-".', 'unexpected argument "x".']),
     ("train --lr --epochs 3", ["--lr must be followed by a value."]),
     ("train --options.x", ["--options.x must be followed by a value, such as true."]),
+    ("train --lr True", ['--lr must be a valid number, *, got "True".']),
+    ("train True", ['unexpected argument "True".']),
     ("train --options. 1", ['unknown setting "--options."*']),
     ("train --config --lr 1", ["--config must be followed by a value."]),
     ("train --config=", ["--config must be a file's name or null, got \"\"."]),

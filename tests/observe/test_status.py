@@ -151,6 +151,25 @@ def test_status_shows_the_last_attempts_and_groups_equal_ranks(tmp_path: Path) -
     assert len(json.loads(status(run, "--json"))["restarts"]) == 6
 
 
+def test_status_counts_the_steps_that_a_killed_attempt_finished_after_its_last_report(tmp_path: Path) -> None:
+    run, now = tmp_path / "run", time.time()
+    write_json(run / "run.json", {"run": "r"})
+    report(0, 937, began=now - 40, lasted_s=20, steps=10).write(run)
+    report(974, 980, began=now - 20, lasted_s=10, steps=5).write(run)  # resumed from memory
+    report(900, 990, began=now - 10, lasted_s=10, steps=5).write(run)  # resumed from a checkpoint
+    StatusFile(run, RankEnv(attempt=f"a-{now - 10:g}")).write_summary([])
+    assert [each["step"] for each in as_json(run)["restarts"]] == [974, 980]
+
+
+def test_status_of_a_finished_run_that_was_started_again_shows_no_rank_at_step_0(forks: Forks, tmp_path: Path) -> None:
+    for _ in range(2):
+        forks.ends(*LAUNCH, "--run-dir", tmp_path)
+    text = status("run", "--run-dir", tmp_path)
+    assert re.search(r"^step +14 of 14 \(100%\)", text, re.MULTILINE)
+    assert re.search(r"^0-2 +\S+ +finished$", text, re.MULTILINE), text
+    assert [rank["step"] for rank in as_json("run", "--run-dir", tmp_path)["ranks"]] == [None] * 3
+
+
 def test_status_of_a_run_that_reports_no_steps(tmp_path: Path) -> None:
     """An unchanged script reports no steps, so `status` knows only how its ranks ended."""
     file = StatusFile(tmp_path / "own", RankEnv(world_size=2, attempt="a-1"))
@@ -187,7 +206,7 @@ def test_status_of_a_damaged_run_gives_one_line(tmp_path: Path, capsys: pytest.C
     run = tmp_path / "run"
     stage(run)
     assert main(["status", "x" * 300]) == 2  # the system refuses this name, as it would refuse another user's folder
-    assert "There are: " in capsys.readouterr().err
+    assert "RUN must be a run in runs/ or a run's folder, got xxx" in capsys.readouterr().err
     report = next(run.glob("status/*/progress-*.json"))
     for damaged, text in ((report, report.read_text().replace('"attempt": "', f'"attempt": "{"x" * 300}')),
                           (run / "status.json", '{"ranks": 7}')):

@@ -18,7 +18,8 @@ from ..config.load import PROGRAM, describe, dump_value, fields_of, flag, is_swi
 from . import COMMANDS, Command
 
 # To Fire a lone "-" ends a call. Make a zero byte the separator, which no argument can contain
-NOT_FIRES = ("--", "--separator=\0")
+NUL = "\0"
+NOT_FIRES = ("--", f"--separator={NUL}")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def parse_args(argv: Sequence[str]) -> Request:
     if words and (found := re.fullmatch(r"--local[-_]rank(=.*)?", words[0])):
         words = words[1 if found[1] else 2 :]
     asks = bool({"-h", "--help"} & set(words))
-    words = [word for word in words if word not in ("-h", "--help")]
+    # To Fire a flag without a value is True, so a user's own True passes it with a mark
+    words = [re.sub("^(--[^=]+=)?True$", rf"\g<1>{NUL}True", word) for word in words if word not in ("-h", "--help")]
     if not words:
         return Request(help=asks)
     command = "train" if re.match(r"--|-[a-zA-Z]", words[0]) else words.pop(0)
@@ -65,7 +67,7 @@ def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Req
     fields = {**Config.model_fields, **own}
     settings: dict[str, str] = {}
     given: dict[str, str] = {}
-    mistakes = [f"unexpected argument {describe(word)}." for word in more]
+    mistakes = [f"unexpected argument {describe(word.removeprefix(NUL))}." for word in more]
     for name, text in flags.items():
         negated = name.startswith("_") and text == "False"  # what Fire makes of --no-NAME
         name = name[1:] if negated else name
@@ -74,10 +76,8 @@ def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Req
             mistakes.append(unknown(name, [*fields, "help"], lambda name: describe(flag(name))))
         elif (text == "True" or negated) and (is_key or not is_switch(fields[name])):
             mistakes.append(f"{flag(name)} must be followed by a value{', such as true' * is_key}.")
-        elif name in own:
-            given[name] = text
         else:
-            settings[name] = text
+            (given if name in own else settings)[name] = text.removeprefix(NUL)
     options, wrong = validate(COMMANDS[command], given, flag)
     return Request(command, settings, options, mistakes=[*mistakes, *wrong.values()])
 
