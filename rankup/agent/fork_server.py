@@ -30,6 +30,7 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
+from rankup.agent import alone
 from rankup.agent.processes import be_python, die_with_parent, end_of, kill_session, send_signal, state_of
 from rankup.agent.protocol import KILLED, tell_agent
 from rankup.errors import FAULT, FINISHED
@@ -326,11 +327,15 @@ def main() -> list[str]:
 
 
 def say_why(code: int, why: str) -> None:
-    """Tell this rank's agent why the rank ends."""
-    from rankup.agent.ends import End
-
+    """Tell this rank's agent why the rank ends; if there is no error, whether it has met another rank."""
     with contextlib.suppress(LookupError, ValueError):  # the script may have changed its environment
-        tell_agent(json.loads(os.environ["RANKUP_AGENT"]), End(int(os.environ["RANK"]), "", code, why).entry())
+        agent = json.loads(os.environ["RANKUP_AGENT"])
+        if not why:
+            alone.note(agent["place"])
+            return
+        from rankup.agent.ends import End
+
+        tell_agent(agent, End(int(os.environ["RANK"]), "", code, why).entry())
 
 
 if __name__ == "__main__":

@@ -240,13 +240,16 @@ def show(head: str, lines: Sequence[str], stream: TextIO) -> None:
 # Stacks ---------------------------------------------------------------------------------------------------------------
 
 
-def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make a script write its stacks when it gets SIGRTMAX, see `script_site`."""
+def script_environment(run_dir: Path, rank: int, environ: Mapping[str, str], *, record: str) -> dict[str, str]:
+    """Return the variables that make a script write its stacks when it gets SIGRTMAX, and note in the `record` whether
+    it met another rank, see `script_site`."""
     path = run_dir.resolve() / STACKS / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     folders = [str(Path(__file__).with_name("script_site")), environ.get("PYTHONPATH")]
-    return {"RANKUP_STACKS": str(path), "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    return {
+        "RANKUP_STACKS": str(path), "RANKUP_RECORD": record, "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+    }
 
 
 def announce_stacks(

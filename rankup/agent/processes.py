@@ -172,8 +172,8 @@ def set_hard_deadline(timeout_s: float) -> None:
 
 
 def be_python(argv: list[str], tell: Callable[[int, str], None] = lambda code, why: None) -> NoReturn:
-    """Act as `python ARGV` does, where ARGV begins with a script, or with "-m" and a module. `tell` gets the exit code
-    and the error if the script fails, unless the script ends this process itself, as an open job does."""
+    """Act as `python ARGV` does, where ARGV begins with a script, or with "-m" and a module. At the end `tell` gets the
+    exit code and the error, or "", unless the script ends this process itself, as an open job does."""
     program = argv[0]
     sys.orig_argv = [sys.executable, *argv]
     sys.argv = argv[1:] if program == "-m" else argv
@@ -204,7 +204,7 @@ def be_python(argv: list[str], tell: Callable[[int, str], None] = lambda code, w
         code, why = _show(error), reason(error)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     atexit._run_exitfuncs()
-    if why and os.getpid() == pid:  # not in a process that the script has forked
+    if os.getpid() == pid:  # not in a process that the script has forked
         tell(code, why)
     _end(code)
 

@@ -14,17 +14,24 @@ from typing import Any
 from rankup import timing
 from rankup.agent.ends import End, Verdict, write_end
 from rankup.agent.fork_server import ForkServer
-from rankup.agent.logs import OutputReader, announce_stacks, host_name, last_exception, stacks_environment
+from rankup.agent.logs import OutputReader, announce_stacks, host_name, last_exception, script_environment
 from rankup.agent.network import SECRET_FILE, in_thread
 from rankup.agent.processes import cpu_quota, explain_sigkill, oom_kills, reap_orphans, within
 from rankup.agent.protocol import KILLED, Links
 from rankup.agent.quorum import NONE
 from rankup.agent.record import Record
 from rankup.agent.script import Script
+from rankup.env.launchers import as_slurm_task
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
 
 log = logging.getLogger("rankup")
+
+ALONE = (
+    "%s: no rank met another one: each of the %d ranks did the whole work alone, unless it took its part by RANK. To "
+    "train together the script must call rankup.init or torch.distributed.init_process_group, or use a library that does; a "
+    "script of MPI needs mpirun -np %d python %s"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +64,7 @@ class Rank:
     record: Record
     running: bool = True
     told: bool = False
+    alone: bool = False  # it ended with 0 and had met no other rank
     said: End | None = None  # the end that the rank itself reported
     reader: OutputReader | None = None  # only for a script that does not import rankup
 
@@ -161,7 +169,7 @@ class Ranks:
         env, outputs = self._environment(rank), list[int]()
         if not self.knows_us:
             rank.record.enter("script")
-            env |= stacks_environment(self.run_dir, rank.number, env)
+            env |= script_environment(self.run_dir, rank.number, env, record=rank.record.place)
             log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
             rank.reader = OutputReader(self.run_dir, rank.number, self.node.world_size)
             outputs = rank.reader.outputs
@@ -198,13 +206,15 @@ class Ranks:
             "TORCHELASTIC_ERROR_FILE": (self.run_dir / f"logs/error-rank-{rank.number}.json").absolute(),
             "TORCHELASTIC_USE_AGENT_STORE": commit.get("store"),  # if False, rank 0 opens a store at MASTER_PORT
         }
-        ours = {}
+        ours = as_slurm_task(
+            os.environ, rank=rank.number, local=node.local_rank + rank.local_rank, size=node.world_size, local_size=local
+        )
         if self.knows_us:
             if node.limits is not None:  # the full basis of many nodes would be too long for an environment variable
                 commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
             ours["RANKUP_AGENT"] = json.dumps({
-                "commit": commit, "record": rank.record.path, "socket": self.links.address,
-                "local_rank": rank.local_rank,
+                "commit": commit, "record": rank.record.path, "place": rank.record.place,
+                "socket": self.links.address, "local_rank": rank.local_rank,
             })
         values = {**by_default, **given, **self.interface, **set_by_torchrun, **ours}
         return {name: str(value) for name, value in values.items()}
@@ -245,6 +255,8 @@ class Ranks:
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0 before it had finished: this counts as code 1", rank.number)
             code, cause = FAULT, "it ended with 0 before it had finished"
+        elif code == FINISHED and not rank.told:
+            rank.alone = bool(record.alone) and record.phase in ("start", "script")  # rankup.init enters other phases
         elif code == KILLED and not rank.told:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.reader is not None and code != FINISHED:
@@ -259,6 +271,8 @@ class Ranks:
                 log.warning("%s", advice)
         self.send("end", n=self._commit["n"], **end.entry())
         if not self.running:
+            if self.node.world_size > 1 and all(each.alone for each in self.ranks):
+                log.warning(ALONE, self.script.name, self.node.world_size, self.node.world_size, self.script.name)
             self.all_ended.set()
 
     # Leaving --------------------------------------------------------------------------------------------------------

@@ -62,13 +62,14 @@ class Record(ctypes.Structure):
     `step`: the newest step that the rank has begun, at `began_s`. `stop`: the step before which to stop. `confirmed`:
     the value of `stop` that all nodes agreed on. `heartbeat_s`: the last heartbeat, 0 before the first one. `waiting`:
     the rank waits for other ranks, so these are to blame for a delay. `finished`: the rank has done all its work.
+    `alone`: at its end the rank had met no other one, see `rankup.agent.alone`.
 
     Not in that memory: `clock` adds up this process's phases. `entered` is the phase and timeout it entered last."""
 
     _fields_ = (
         ("rank", ctypes.c_int64), ("waiting", ctypes.c_bool), ("step", ctypes.c_int64), ("began_s", ctypes.c_double),
         ("_phase", _Phase), ("stop", ctypes.c_int64), ("confirmed", ctypes.c_int64), ("heartbeat_s", ctypes.c_double),
-        ("finished", ctypes.c_bool), ("_location", ctypes.c_char * 256),
+        ("finished", ctypes.c_bool), ("alone", ctypes.c_bool), ("_location", ctypes.c_char * 256),
     )
 
     @classmethod
@@ -101,6 +102,11 @@ class Record(ctypes.Structure):
     def path(self) -> str:
         """The path by which other processes open this record, while this process keeps it open."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    @property
+    def place(self) -> str:
+        """Where `alone.note` writes: this record's path, and the place of `alone` in it."""
+        return f"{self.path}:{Record.alone.offset}"
 
     # What others read -----------------------------------------------------------------------------------------------
 

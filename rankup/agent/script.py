@@ -19,6 +19,16 @@ from rankup.errors import UserError
 # How a script declares the argument --local_rank, which older versions of torch's launcher passed
 DECLARES_LOCAL_RANK = re.compile(r"""["']--(local[_-]rank)["']""")
 
+# Packages whose ranks learn of each other from a launcher of their own alone: the variable in which it says how many
+# there are, and how to start a script with it
+OWN_LAUNCHERS = {
+    "horovod": ("HOROVOD_SIZE", "horovodrun -np {0} --gloo python {1}, or mpirun -np {0} python {1} if Horovod was built "
+                "with MPI"),
+    "mpi4py": ("OMPI_COMM_WORLD_SIZE", "mpirun -np {0} python {1}"),
+}
+# Variables of an MPI that srun starts: its tasks are MPI's ranks, so it may work
+BY_SRUN = ("PMI_RANK", "PMIX_RANK")
+
 # Installed packages whose import starts no threads and opens no device
 SAFE = {
     "PIL", "fire", "fsspec", "numpy", "psutil", "pydantic", "safetensors", "tensorboard", "tokenizers", "torch",
@@ -46,27 +56,27 @@ class Script:
         return Script([str(file.absolute())], words[1:], file, file.name, file.stem)
 
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
-        """Raise UserError if the script does not exist, or if it imports Horovod and its ranks would not find each
-        other: without HOROVOD_SIZE, which horovodrun sets, each process silently trains alone."""
+        """Raise UserError if the script does not exist, or if its ranks would not find each other, because it imports a
+        package of OWN_LAUNCHERS: without that launcher's variables, each process silently trains alone."""
         if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises if it lacks permission
             if os.path.isdir(self.file):
                 way_out = "Name a file in it, or start a package with -m PACKAGE."
                 raise UserError(f"SCRIPT must be a file, got the folder {self.file}. {way_out}")
             raise UserError(f"SCRIPT must be an existing file, got {self.file}.")
-        given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
-        imports = _packages(self._tree.body)  # only top-level statements: an import under a condition may never run
-        if world_size > 1 and given != str(world_size) and not by_mpi and "horovod" in imports:
-            raise UserError(
-                f"{self.name}: HOROVOD_SIZE must be {world_size} to import horovod, got {given or 'nothing'}: "
-                f"each rank would train alone. Start the script itself: horovodrun -np {world_size} --gloo python "
-                f"{self.name}, or mpirun -np {world_size} python {self.name} if Horovod was built with MPI."
-            )
+        for package, (variable, line) in OWN_LAUNCHERS.items() if world_size > 1 else ():
+            given, by_mpi = environ.get(variable, ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
+            known = given == str(world_size) or (by_mpi if package == "horovod" else any(map(environ.get, BY_SRUN)))
+            # Only top-level statements: an import under a condition may never run
+            if not known and any(package in _packages(tree.body) for tree in self._trees(package)):
+                raise UserError(
+                    f"{self.name}: {variable} must be {world_size} to import {package}, got {given or 'nothing'}: each "
+                    f"rank would train alone. Start the script itself: {line.format(world_size, self.name)}."
+                )
 
     @functools.cached_property
     def imports_rankup(self) -> bool:
         """Whether the script imports rankup, or imports a file of its own that does."""
-        trees = [self._tree, *(_parse(file) for file in self._neighbours if b"rankup" in _read(file))]
-        return any("rankup" in _packages(ast.walk(tree)) for tree in trees)
+        return any("rankup" in _packages(ast.walk(tree)) for tree in self._trees("rankup"))
 
     def must_match(self) -> dict[str, str]:
         """Return what must be equal on all nodes, by name: versions, and digests of the script and of its own files."""
@@ -111,6 +121,10 @@ class Script:
         while os.path.isfile(folder / "__init__.py"):
             folder, package = folder.parent, f"{folder.name}.{package}"
         return [package + name[1:] if name.startswith(".") else name for name in names], str(folder)
+
+    def _trees(self, package: str) -> list[ast.Module]:
+        """Return the syntax trees of the script, and of its own files that may import `package`."""
+        return [self._tree, *(_parse(file) for file in self._neighbours if package.encode() in _read(file))]
 
     @functools.cached_property
     def _tree(self) -> ast.Module:

@@ -102,6 +102,17 @@ def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None
     return "slurm", found
 
 
+def as_slurm_task(environ: Mapping[str, str], *, rank: int, local: int, size: int, local_size: int) -> dict[str, str]:
+    """Return the variables that srun would set for this rank if it had started it: some scripts read their rank there.
+    {} outside a job of Slurm. An agent is one task itself, so all its ranks would inherit that task's number."""
+    if "SLURM_JOB_ID" not in environ:
+        return {}
+    each = f"{local_size}(x{size // local_size})" if size > local_size else str(local_size)
+    numbers = {"PROCID": rank, "LOCALID": local, "NTASKS": size, "NPROCS": size, "STEP_NUM_TASKS": size,
+               "NTASKS_PER_NODE": local_size, "TASKS_PER_NODE": each, "STEP_TASKS_PER_NODE": each}
+    return {f"SLURM_{name}": str(value) for name, value in numbers.items()}
+
+
 # mpirun and horovodrun ------------------------------------------------------------------------------------------------
 
 

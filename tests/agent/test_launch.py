@@ -225,6 +225,48 @@ def hang_from_the_first_report_on() -> None:
     ends.write_json = lambda path, data, **more: hang() if hangs.exists() else write(path, data, **more)
 
 
+# Ranks that share nothing ---------------------------------------------------------------------------------------------
+
+GROUP = "import torch.distributed as dist\ndist.init_process_group('gloo'{})\ndist.barrier()\n"
+ALONE = r"job.py: no rank met another one: each of the 2 ranks did the whole work alone.* mpirun -np 2 python job\.py"
+
+
+@pytest.mark.parametrize("text", [
+    "print('trains')",
+    "import rankup\nprint('trains')",  # it never calls rankup.init
+    GROUP.format(", rank=0, world_size=1, store=dist.HashStore()"),  # as a script that asks the wrong launcher
+    "import types\nsys.modules['mpi4py.MPI'] = types.SimpleNamespace(COMM_WORLD=types.SimpleNamespace(size=1))",
+], ids=["one GPU", "rankup", "group of one", "mpi"])
+def test_ranks_that_never_met_are_named_in_one_line(text: str, forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, text)
+    output = forks.ends("launch", "--nproc=2", f"--run-dir={tmp_path}/runs", script)
+    assert len(re.findall(ALONE, output)) == 1, output
+    assert "no rank met" not in forks.ends("launch", f"--run-dir={tmp_path}/runs", script)
+
+
+@pytest.mark.parametrize(("text", "code"), [
+    (GROUP.format("") + "dist.destroy_process_group()", 0),
+    ("import rankup\n" + GROUP.format(""), 0),
+    ("import rankup\nrankup.init(folder / 'runs/job').finish()", 0),
+    ("raise ValueError('before they meet')", 1),  # the error says more
+], ids=["destroyed", "not by rankup", "rankup", "failed"])
+def test_ranks_that_met_are_not_called_alone(text: str, code: int, forks: Forks, tmp_path: Path) -> None:
+    output = forks.ends("launch", "--nproc=2", f"--run-dir={tmp_path}/runs", write(tmp_path, text), code=code)
+    assert "no rank met" not in output
+
+
+@pytest.mark.parametrize("knows_us", [False, True])
+def test_rank_under_slurm_gets_the_numbers_that_srun_would_give_it(knows_us: bool, tmp_path: Path) -> None:
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID")
+    text = "import rankup\n" * knows_us + f"say('-'.join(os.environ.get(name, '') for name in {names}))"
+    task = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}
+    line = (sys.executable, "-m", "rankup", "launch", "--no-fork", "--nproc=2", f"--run-dir={tmp_path}/runs")
+    for env in (task, {}):
+        with ended(start(*line, write(tmp_path, text), env=env)) as job:
+            assert job.wait() == [0], job.output
+    assert {path.name for path in tmp_path.glob("*-[01]-0")} == {"0-0-2-77-0-0", "1-1-2-77-1-0", "----0-0", "----1-0"}
+
+
 # Ends and restarts ----------------------------------------------------------------------------------------------------
 
 

@@ -129,6 +129,22 @@ def test_horovod_script_is_refused_if_each_rank_would_train_alone(
     script.check(environ, world_size=1)
 
 
+@pytest.mark.parametrize(("package", "way_out"), [
+    ("horovod", "HOROVOD_SIZE must be 2 .*: horovodrun -np 2"),
+    ("mpi4py", r"OMPI_COMM_WORLD_SIZE must be 2 to import mpi4py, got nothing: .* mpirun -np 2 python job\.py\."),
+])
+def test_script_whose_ranks_need_another_launcher_is_refused(package: str, way_out: str, tmp_path: Path) -> None:
+    """Also if a file of its own imports the package."""
+    write(tmp_path, f"from {package} import MPI", "dist_util.py")
+    for text in (f"import {package}.run", "import dist_util"):
+        script = Script.find([str(write(tmp_path, text))])
+        with pytest.raises(UserError, match=f"^job.py: {way_out}"):
+            script.check({}, world_size=2)
+        script.check({}, world_size=1)
+    for variables in ({"PMIX_RANK": "0"}, {"OMPI_COMM_WORLD_SIZE": "2"}) if package == "mpi4py" else ():
+        script.check(variables, world_size=2)
+
+
 @pytest.mark.parametrize(("text", "environ"), [
     (HOROVOD, {"HOROVOD_SIZE": "2"}),
     (HOROVOD, {"HOROVOD_CONTROLLER": "mpi"}),

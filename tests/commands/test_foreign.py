@@ -34,7 +34,9 @@ def test_foreign_script_under_launch_has_the_weights_of_torchrun(
     spawns = ("--dist-url", f"tcp://127.0.0.1:{free_port()}", "--multiprocessing-distributed")
     own = spawns if name == "imagenet" else ()
     line = ("launch", "--nproc=2", "--run-dir", tmp_path, *words(name, tmp_path / "own"), *own)
-    weights = result_of(loaded.ends(*line, env=WARN, cwds=[tmp_path]))
+    output = loaded.ends(*line, env=WARN, cwds=[tmp_path])
+    assert "no rank met" not in output
+    weights = result_of(output)
     assert weights == expected(name, once, loaded, tmp_path, nproc=workers)
 
 

@@ -2,7 +2,8 @@
 
 At the end of the script this file gives gloo's threads a moment. They release the tensors of the last collective, for
 which they need the GIL. If Python is already shutting down, it ends such a thread in the middle of C++ code, and the
-process aborts although its work is done (`terminate called without an active exception`, pytorch 179291).
+process aborts although its work is done (`terminate called without an active exception`, pytorch 179291). It also tells
+the agent whether this rank has met another one.
 
 This file imports nothing of this project and leaves no trace: processes that the script starts do not import it, and it
 imports the `sitecustomize` of the user or the system, if there is one.
@@ -19,12 +20,17 @@ END_S = 0.2
 
 
 def _settle() -> None:
-    """Wait for gloo's threads. Python calls this function last, because it was registered first."""
+    """Wait for gloo's threads, and look back. Python calls this function last, because it was registered first."""
     if "torch.distributed" in sys.modules:
         time.sleep(END_S)
+    with open(os.path.join(os.path.dirname(_here), "alone.py"), encoding="utf-8") as file:
+        exec(file.read(), names := {"__name__": "alone"})
+    names["note"](_record)
 
 
-atexit.register(_settle)
+_record = os.environ.pop("RANKUP_RECORD", "")
+if _record:  # Python may import this file for another reason
+    atexit.register(_settle)
 _here = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [part for part in sys.path if part != _here]
 _others = [part for part in os.environ.pop("PYTHONPATH", "").split(os.pathsep) if part != _here]
