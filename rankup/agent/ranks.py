@@ -21,7 +21,7 @@ from rankup.agent.protocol import KILLED, Links
 from rankup.agent.quorum import NONE
 from rankup.agent.record import Record
 from rankup.agent.script import Script
-from rankup.env.launchers import as_slurm_task
+from rankup.env.launchers import as_scheduled_task
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
 
@@ -29,8 +29,8 @@ log = logging.getLogger("rankup")
 
 ALONE = (
     "%s: no rank met another one: each of the %d ranks did the whole work alone, unless it took its part by RANK. To "
-    "train together the script must call rankup.init or torch.distributed.init_process_group, or use a library that does; a "
-    "script of MPI needs mpirun -np %d python %s"
+    "train together the script must call rankup.init or torch.distributed.init_process_group, or use a library that "
+    "does; a script of MPI needs mpirun -np %d python %s"
 )
 
 
@@ -184,6 +184,7 @@ class Ranks:
         RANKUP_AGENT for a script that imports rankup. TORCHELASTIC_RUN_ID makes Lightning and torch treat the rank as
         one of torchrun's, even under Slurm. LOCAL_RANK stops Accelerate and Transformers from starting processes."""
         commit, node, local = self._commit, self.node, self.node.local_world_size
+        local_rank, size = node.local_rank + rank.local_rank, node.world_size
         # PET_ variables are options of torchrun. A script that imports rankup may read our settings, like RANKUP_CACHE
         hidden = ("PET_", SECRET_FILE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
@@ -196,9 +197,9 @@ class Ranks:
         }
         # These override inherited variables, which may come from an earlier torchrun in the same shell
         set_by_torchrun = {
-            "RANK": rank.number, "LOCAL_RANK": node.local_rank + rank.local_rank, "WORLD_SIZE": node.world_size,
+            "RANK": rank.number, "LOCAL_RANK": local_rank, "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": local, "GROUP_RANK": node.node_rank, "GROUP_WORLD_SIZE": node.num_nodes,
-            "ROLE_RANK": rank.number, "ROLE_WORLD_SIZE": node.world_size, "ROLE_NAME": "default",
+            "ROLE_RANK": rank.number, "ROLE_WORLD_SIZE": size, "ROLE_NAME": "default",
             "MASTER_ADDR": node.master_addr, "MASTER_PORT": commit["port"],
             "TORCHELASTIC_RESTART_COUNT": commit["restarts"],
             "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
@@ -206,9 +207,7 @@ class Ranks:
             "TORCHELASTIC_ERROR_FILE": (self.run_dir / f"logs/error-rank-{rank.number}.json").absolute(),
             "TORCHELASTIC_USE_AGENT_STORE": commit.get("store"),  # if False, rank 0 opens a store at MASTER_PORT
         }
-        ours = as_slurm_task(
-            os.environ, rank=rank.number, local=node.local_rank + rank.local_rank, size=node.world_size, local_size=local
-        )
+        ours = as_scheduled_task(os.environ, rank=rank.number, local=local_rank, size=size, local_size=local)
         if self.knows_us:
             if node.limits is not None:  # the full basis of many nodes would be too long for an environment variable
                 commit = {**commit, "basis": {"used": commit["basis"]["used"]}}

@@ -14,20 +14,11 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from rankup.env.launchers import OWN_LAUNCHERS, must_be_started_by
 from rankup.errors import UserError
 
 # How a script declares the argument --local_rank, which older versions of torch's launcher passed
 DECLARES_LOCAL_RANK = re.compile(r"""["']--(local[_-]rank)["']""")
-
-# Packages whose ranks learn of each other from a launcher of their own alone: the variable in which it says how many
-# there are, and how to start a script with it
-OWN_LAUNCHERS = {
-    "horovod": ("HOROVOD_SIZE", "horovodrun -np {0} --gloo python {1}, or mpirun -np {0} python {1} if Horovod was built "
-                "with MPI"),
-    "mpi4py": ("OMPI_COMM_WORLD_SIZE", "mpirun -np {0} python {1}"),
-}
-# Variables of an MPI that srun starts: its tasks are MPI's ranks, so it may work
-BY_SRUN = ("PMI_RANK", "PMIX_RANK")
 
 # Installed packages whose import starts no threads and opens no device
 SAFE = {
@@ -63,15 +54,10 @@ class Script:
                 way_out = "Name a file in it, or start a package with -m PACKAGE."
                 raise UserError(f"SCRIPT must be a file, got the folder {self.file}. {way_out}")
             raise UserError(f"SCRIPT must be an existing file, got {self.file}.")
-        for package, (variable, line) in OWN_LAUNCHERS.items() if world_size > 1 else ():
-            given, by_mpi = environ.get(variable, ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
-            known = given == str(world_size) or (by_mpi if package == "horovod" else any(map(environ.get, BY_SRUN)))
+        for package in OWN_LAUNCHERS if world_size > 1 else ():
             # Only top-level statements: an import under a condition may never run
-            if not known and any(package in _packages(tree.body) for tree in self._trees(package)):
-                raise UserError(
-                    f"{self.name}: {variable} must be {world_size} to import {package}, got {given or 'nothing'}: each "
-                    f"rank would train alone. Start the script itself: {line.format(world_size, self.name)}."
-                )
+            if any(package in _packages(tree.body) for tree in self._trees(package)):
+                must_be_started_by(package, environ, world_size=world_size, script=self.name)
 
     @functools.cached_property
     def imports_rankup(self) -> bool:

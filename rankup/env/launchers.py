@@ -25,6 +25,13 @@ BY_PREFIX = (
     ("mpirun", "OMPI_COMM_WORLD_", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
      "Give mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=<a free port>."),
 )
+# Packages whose ranks learn of each other from a launcher of their own alone: the variable in which it says how many
+# ranks there are, and how to start a script with it
+OWN_LAUNCHERS = {
+    "horovod": ("HOROVOD_SIZE", "horovodrun -np {0} --gloo python {1}, or mpirun -np {0} python {1} if Horovod was "
+                "built with MPI"),
+    "mpi4py": ("OMPI_COMM_WORLD_SIZE", "mpirun -np {0} python {1}"),
+}
 # The process counts of launchers that are not supported: MPICH and Intel MPI, MVAPICH2, jsrun
 FOREIGN = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 
@@ -102,7 +109,9 @@ def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None
     return "slurm", found
 
 
-def as_slurm_task(environ: Mapping[str, str], *, rank: int, local: int, size: int, local_size: int) -> dict[str, str]:
+def as_scheduled_task(
+    environ: Mapping[str, str], *, rank: int, local: int, size: int, local_size: int
+) -> dict[str, str]:
     """Return the variables that srun would set for this rank if it had started it: some scripts read their rank there.
     {} outside a job of Slurm. An agent is one task itself, so all its ranks would inherit that task's number."""
     if "SLURM_JOB_ID" not in environ:
@@ -114,6 +123,21 @@ def as_slurm_task(environ: Mapping[str, str], *, rank: int, local: int, size: in
 
 
 # mpirun and horovodrun ------------------------------------------------------------------------------------------------
+
+
+def must_be_started_by(package: str, environ: Mapping[str, str], *, world_size: int, script: str) -> None:
+    """Raise UserError if the ranks of a script that imports `package`, of OWN_LAUNCHERS, would not find each other."""
+    variable, line = OWN_LAUNCHERS[package]
+    given = environ.get(variable, "")
+    if package == "horovod":
+        may_meet = environ.get("HOROVOD_CONTROLLER") == "mpi"
+    else:  # srun may have started an agent for each rank, as MPI's rank
+        may_meet = "PMI_RANK" in environ or "PMIX_RANK" in environ
+    if given != str(world_size) and not may_meet:
+        raise UserError(
+            f"{script}: {variable} must be {world_size} to import {package}, got {given or 'nothing'}: each rank would "
+            f"train alone. Start the script itself: {line.format(world_size, script)}."
+        )
 
 
 def _adopt_mpi(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:

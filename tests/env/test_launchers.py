@@ -4,7 +4,7 @@ import zlib
 
 import pytest
 
-from rankup.env.launchers import as_slurm_task, port_for
+from rankup.env.launchers import as_scheduled_task, port_for
 from rankup.env.rank_env import RankEnv, read_rank_env, with_options
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal
 
@@ -57,11 +57,11 @@ def test_slurm_step_is_adopted(change: Env, where: tuple[int | None, ...], addre
 
 
 def test_ranks_of_an_agent_get_variables_of_slurm_that_describe_them() -> None:
-    env = {**STEP, **as_slurm_task(STEP, rank=3, local=1, size=4, local_size=2)}
+    env = {**STEP, **as_scheduled_task(STEP, rank=3, local=1, size=4, local_size=2)}
     assert env == {**STEP, "SLURM_NPROCS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2(x2)"}
-    alone = as_slurm_task({"SLURM_JOB_ID": "77"}, rank=1, local=1, size=2, local_size=2)
+    alone = as_scheduled_task({"SLURM_JOB_ID": "77"}, rank=1, local=1, size=2, local_size=2)
     assert alone["SLURM_TASKS_PER_NODE"] == alone["SLURM_STEP_TASKS_PER_NODE"] == "2"
-    assert as_slurm_task({}, rank=3, local=1, size=4, local_size=2) == {}
+    assert as_scheduled_task({}, rank=3, local=1, size=4, local_size=2) == {}
 
 
 @pytest.mark.parametrize("env", [

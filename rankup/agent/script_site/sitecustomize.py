@@ -24,8 +24,7 @@ def _settle() -> None:
     if "torch.distributed" in sys.modules:
         time.sleep(END_S)
     with open(os.path.join(os.path.dirname(_here), "alone.py"), encoding="utf-8") as file:
-        exec(file.read(), names := {"__name__": "alone"})
-    names["note"](_record)
+        exec(file.read() + f"\nnote({_record!r})", {})
 
 
 _record = os.environ.pop("RANKUP_RECORD", "")
