@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from rankup.errors import UserError
 from rankup.loop.reporting import OVER
 from rankup.loop.tracked import has_state
 from rankup.loop.workers import Workers
-from rankup.seeds import derive_seed, drawn_apart, host_state_kept, seed_host
+from rankup.seeds import CPU, derive_seed, drawn_apart, host_state_kept, seed_everything, seed_host
 
 NO_ORDER = "Set any_order=True if the order of its batches does not matter."
 EVALUATION = -1  # takes the place of the epoch
@@ -62,8 +62,8 @@ class Source:
 
     fingerprint = ""
 
-    def __init__(self, loader: Any, rank: int, *, replays: bool = True) -> None:
-        self.loader, self.rank, self.replays = loader, rank, replays
+    def __init__(self, loader: Any, rank: int, *, device: torch.device, replays: bool = True) -> None:
+        self.loader, self.rank, self.device, self.replays = loader, rank, device, replays
         self.stateful = replays and has_state(loader)
         self.in_process = not getattr(loader, "num_workers", 0)
 
@@ -75,7 +75,7 @@ class Source:
         """
         _prepare(self.loader, seed, epoch)
         own, first = derive_seed(seed, self.rank), 0
-        seed_host(own)  # DataLoader workers derive their seeds from this state
+        seed_everything(own, self.device)  # DataLoader workers derive their seeds from this state
         # The state may be missing: a copy that another rank rescued has only the state of that rank's loader
         if self.stateful and state is not None:
             self.loader.load_state_dict(state)
@@ -84,8 +84,9 @@ class Source:
 
     def _read(self, iterator: Iterator[Any], seed: int, first: int, skip: int) -> Iterator[tuple[Any, float]]:
         for number in count(first):
-            if self.in_process:  # random numbers for loading must not depend on what the training drew meanwhile
-                seed_host(seed + number)
+            # Random numbers for loading must not depend on what the training drew meanwhile. A loader with workers
+            # draws them too: its sampler runs in this process
+            seed_everything(seed + number, self.device)
             if (batch := next(iterator, END)) is END:
                 return
             if number >= skip:
@@ -95,8 +96,8 @@ class Source:
 class Split(Source):
     """Reads a DataLoader that batches a map-style data set, and iterates over its batch sampler in the main process."""
 
-    def __init__(self, loader: Any, rank: int, world_size: int) -> None:
-        super().__init__(loader, rank)
+    def __init__(self, loader: Any, rank: int, world_size: int, *, device: torch.device) -> None:
+        super().__init__(loader, rank, device=device)
         self.stateful = False  # a resume draws the order again
         self._share = (0, 1) if splits(loader) else (rank, world_size)
         self._rank_loader, self._checked = _RankLoader(loader), False
@@ -104,7 +105,10 @@ class Split(Source):
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         weights: deque[float] = deque()
         parts = self._split(islice(self._draw(seed, epoch), skip, None), weights)
-        return ((batch, weights.popleft()) for batch in self._rank_loader.read(parts, seed))
+        batches = self._rank_loader.read(parts, seed)
+        pairs = self._read(batches, derive_seed(seed, self.rank), skip, skip) if self.in_process else zip(
+            batches, repeat(1.0))  # workers draw with a seed for each sample
+        return ((batch, weights.popleft()) for batch, _ in pairs)
 
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """Iterate over the global batches, each a list of sample indices."""
@@ -133,27 +137,30 @@ class Split(Source):
             yield part
 
 
-def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> Source:
-    """Return the Source that reads `loader`. Raises UserError for a loader that can't be replayed or can't be split."""
+def source_of(
+    loader: Any, rank: int, world_size: int, *, any_order: bool, device: torch.device = CPU
+) -> Source:
+    """Return the Source that reads `loader`. Raises UserError for a loader that can't be replayed or can't be split.
+    `device`: the device on which loading may draw random numbers."""
     if any_order:
-        return Source(loader, rank, replays=False)
+        return Source(loader, rank, device=device, replays=False)
     map_style, stateful = _is_map_style(loader), has_state(loader)
     usual = stateful or type(loader).__iter__ is DataLoader.__iter__
     if map_style and loader.batch_sampler is not None and usual:
-        return Split(loader, rank, world_size)
+        return Split(loader, rank, world_size, device=device)
     if map_style and world_size > 1 and not splits(loader):
         raise UserError(
             f"batches: {type(loader).__name__} must split its samples among {world_size} ranks, because it iterates in "
             "its own way or has no batches. Give it a DistributedSampler, or use torch's DataLoader with a batch_size."
         )
     if stateful:
-        return Source(loader, rank)
+        return Source(loader, rank, device=device)
     if iter(loader) is loader:
         raise UserError(
             f"batches: the loader must be an iterable that can start again, got {type(loader).__name__}, which can "
             f"neither start again nor return its state. Give it state_dict and load_state_dict. {NO_ORDER}"
         )
-    return Source(loader, rank)
+    return Source(loader, rank, device=device)
 
 
 def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool) -> Iterator[tuple[Any, float]]:
@@ -346,6 +353,7 @@ class Batches:
                 found = next(pairs, None)
                 waited(clock.has_batch())
                 if found is None:
+                    job.reseed_outside(number + 1)
                     return streams[number] != skip or not skip
                 batch, self._weight = found
                 loop.weight = loop.batch_weight = self._weight

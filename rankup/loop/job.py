@@ -21,6 +21,8 @@ from rankup.observe.stragglers import WAITING
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
 
+EPOCH = -1  # takes the place of the step in the seed of an epoch
+
 
 class Job:
     """The training job, as this rank sees it. `rankup.init` returns it.
@@ -154,6 +156,7 @@ class Job:
         self.begin()
         self.loop.has_epochs = True
         while self.epoch < count:
+            self.reseed_outside(0)
             yield self.epoch
             self.stop_if_asked()
             # Otherwise a loader that the script rebuilds in each epoch would stay alive, with its persistent workers
@@ -183,6 +186,7 @@ class Job:
                 if step == before:  # the body did not enter job.step, and would otherwise loop forever
                     self.tracked.check_unchanged()
                 before = step
+                self.reseed()  # a resume does not repeat what the last pass drew after its step, as in an evaluation
                 yield step
         finally:
             self.loop.running.remove("steps")
@@ -199,7 +203,9 @@ class Job:
         orders. Raises Stopped, after a save, if the job was asked to stop.
         """
         if id(loader) not in self._batches:
-            source = source_of(loader, self.rank, self.world_size, any_order=any_order)
+            source = source_of(
+                loader, self.rank, self.world_size, any_order=any_order, device=self.device
+            )
             if source.stateful and not source.in_process:
                 self.group.log.info(
                     "batches  a resume changes the random numbers that this loader's workers draw, unless the loader's "
@@ -285,6 +291,11 @@ class Job:
         """Seed all random numbers from the step, the batches fetched since, and the rank. Then copies need no state."""
         seed = derive_seed(self.settings.seed, self.position.step, self.rank)
         seed_everything(seed + self.loop.fetched, self.device)
+
+    def reseed_outside(self, passes: int) -> None:
+        """Seed all random numbers for code outside of steps, from the epoch and its finished `passes` over loaders. A
+        resume may run this code again, at a later step."""
+        seed_everything(derive_seed(self.settings.seed, EPOCH, self.loop.epoch, self.rank, passes), self.device)
 
     def stop_if_asked(self) -> None:
         """Save and raise Stopped if all ranks stop before the next step."""
