@@ -21,6 +21,7 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from rankup.errors import FINISHED, USER_MISTAKE, Stopped, UserError
+from rankup.places.files import RUNS
 from rankup.places.files import runs_folder as runs_folder
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
@@ -122,7 +123,7 @@ def option(names: str, kind: Any, text: str, **details: Any) -> Option:
 
 
 RUN = option("run", "RUN", "a run's name or folder (the run that wrote last)", nargs="?")
-RUN_DIR = option("--run-dir", "DIR", "folder of all runs, or its address (%(default)s)", default="runs")
+RUN_DIR = option("--run-dir", "DIR", "folder of all runs, or its address (%(default)s)", default=RUNS)
 JSON = option("--json", bool, "print JSON, for programs", dest="as_json")
 COMMANDS: dict[str, Parser] = {}
 
@@ -300,6 +301,8 @@ def export(given: argparse.Namespace) -> None:
     from rankup.job import open_checkpoint
     from rankup.state.reading import export
 
+    if is_url(given.file):
+        raise UserError(f"FILE must be a path on this machine, got {given.file}.")
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
     run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
     print_whole(f"{export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item)}\n")

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,13 +24,14 @@ from rankup.group.group import Group
 from rankup.loop.job import Job
 from rankup.loop.reporting import Settings, check_record
 from rankup.observe import tracker
+from rankup.places.files import runs_folder
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.copies import Check, no_check
 from rankup.state.reading import Copy, load_newest, read, share
 from rankup.state.run import open_run
 from rankup.state.second_place import fetched
-from rankup.urls import is_url
+from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
 log = logging.getLogger("rankup")
 
@@ -46,7 +48,8 @@ def init(
     It starts torch.distributed and seeds all random numbers, so that all ranks build equal models. Until the first step
     SIGTERM, SIGHUP, SIGINT and SIGUSR1 end the process at once. From then on they make the job save and stop.
 
-    `run`: the run's folder, by default `runs/` and the name of the script or module. The same call resumes the run.
+    `run`: the run's folder, or its address in an object store, `s3://bucket/runs/mine`. By default it is the run of
+    `rankup launch`, else `runs/` and the name of the script or module. The same call resumes the run.
     `seed`: determines the order of samples and the random numbers.
     `device`: "auto" (the accelerator of this local rank, else the CPU), "cpu", "cuda" or "cuda:1".
     `fresh`: move the earlier run's files aside and start from the beginning. Restarts of the same launch still resume.
@@ -66,7 +69,12 @@ def init(
     environment describes no rank, if arguments differ between ranks, or if the run can't be resumed.
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
-    run = Path(run or Path("runs", script_name())).absolute()  # the script may change its folder
+    named, program = os.fspath(run), Program()
+    handler = ExitHandler(program)
+    program.stop.install()
+    program.read_rank()
+    told = (program.rank_env.agent or {}).get("run", {})  # the run of `launch`
+    run, store = _place_of(named or told.get("place") or f"runs/{script_name()}")
 
     def check(path: Path, record: dict[str, Any]) -> None:
         if record["seed"] != seed:
@@ -75,12 +83,11 @@ def init(
                 "Set it back to resume the run, or give fresh=True or another run."
             )
 
-    settings = Settings(**{name: value for name, value in given.items() if name != "join_timeout_s"}, check=check)
-    program = Program()
-    handler = ExitHandler(program)
-    program.stop.install()
-    program.read_rank()
+    options = {name: value for name, value in given.items() if name != "join_timeout_s"}
+    settings = Settings(**options, check=check, store=store)
     program.start(run, guarded=False, stacks=True)
+    if named and told.get("chosen") and (run, store) != _place_of(told["place"]):
+        program.log.info(f"the run is {named}, as rankup.init says, and not {told['place']}, as launch says")
     group = handler.stack.enter_context(program.join(
         run, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
         device=None if device == "auto" else device,
@@ -91,6 +98,19 @@ def init(
     seed_everything(derive_seed(seed), group.device)
     group.watch.enter("setup", setup_timeout_s)
     return job
+
+
+def _place_of(run: str) -> tuple[Path, str]:
+    """Return the run's folder on this machine, and the address of all runs if `run` is an address, else "". Raises
+    UserError for an address that names no run, or that a Path has changed to s3:/bucket."""
+    if secrets_in(run):
+        raise UserError(must_hold_no_secrets("rankup.init: run"))
+    runs, _, name = run.rstrip("/").rpartition("/")
+    if is_url(run) and is_url(f"{runs}/") and not runs.endswith("/") and name:
+        return runs_folder(runs).absolute() / name, runs
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", run):
+        raise UserError(f"rankup.init: run must be a folder, or a text such as s3://bucket/runs/mine, got {run}.")
+    return Path(run).absolute(), ""  # absolute, because the script may change its folder
 
 
 def script_name() -> str:
@@ -126,7 +146,8 @@ def open_checkpoint(
     place: str | PathLike[str] = "", *, run_dir: str | PathLike[str] = "", group: Group | None = None,
     check: Check = no_check, timeout_s: float = 1800.0,
 ) -> Copy:
-    """Read the checkpoint at `place`, a folder or a URL; by default, the newest whole one of the run in `run_dir`.
+    """Read the checkpoint at `place`, a folder or a URL; by default, the newest whole one of the run in `run_dir`,
+    which may be a URL too.
 
     `tracked` of the result maps each name given to `job.track` to that object's state, whole and on the CPU. With
     `group`, all ranks call this: rank 0 reads the checkpoint and sends it to the others. `check(path, record)` raises
@@ -135,8 +156,8 @@ def open_checkpoint(
     """
     def find() -> Copy:
         own = partial(check_record, more=check)
-        if is_url(str(place)):
-            with fetched(str(place), timeout_s=timeout_s) as path:
+        if is_url(named := str(place or run_dir)):
+            with fetched(named, timeout_s=timeout_s) as path:
                 return replace(read(path, own).as_plain(), path=Path(path.name))  # the folder is gone afterwards
         found = read(Path(place), own) if place else load_newest(Path(run_dir, "checkpoints"), log.warning, own)
         if found is None:

@@ -16,8 +16,9 @@ from rankup.agent.ranks import Options
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, read_node_env
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError, disk_errors
-from rankup.places.files import read_json
+from rankup.places.files import RUNS, read_json
 from rankup.state.copies import STATE, list_whole
+from rankup.urls import is_url
 
 log = logging.getLogger("rankup")
 
@@ -55,14 +56,20 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
     script = Script.find([*(["-m"] if given.module else []), *words])
     if stop_after is not None and not script.imports_rankup:
         raise UserError("--replay must have a script that imports rankup: the steps of other scripts are unknown.")
+    if is_url(given.work_dir):
+        raise UserError(f"--work-dir must be a folder of this machine, got {given.work_dir}.")
     with disk_errors("--work-dir", Path(given.work_dir)):
         Path(given.work_dir).mkdir(parents=True, exist_ok=True)
     if given.work_dir:  # the ranks start in that folder, so make relative folders absolute now
         path = os.environ.get("PYTHONPATH")
         folders = [*([""] if given.module else []), *(path.split(os.pathsep) if path else [])]
         os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))
+    name, by_default = given.name or node.run_name or script.run_name, given.run_dir == RUNS
+    # The default folder is relative to the folder in which the script runs
+    runs = given.run_dir if by_default or is_url(given.run_dir) else os.path.abspath(given.run_dir)
     options = Options(
-        node=node, script=script, run_dir=given.runs / (given.name or node.run_name or script.run_name),
+        node=node, script=script, run_dir=given.runs / name,
+        run={"place": f"{runs.rstrip('/')}/{name}", "chosen": bool(given.name) or not by_default},
         stop_after=stop_after,
         advice=lambda tail: import_module("rankup.explain").advice(tail),  # imported late: it takes 50 ms
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,

@@ -331,5 +331,6 @@ def tell_agent(agent: Mapping[str, Any], end: Mapping[str, Any]) -> None:
     """Tell the agent how this rank ends, over a new connection. `agent`: see `AgentLine`. `end`: see `End.entry`."""
     with contextlib.suppress(OSError):
         line = AgentLine(agent, lambda message: None)
-        line.send("end", **end)
-        line.close()
+        with line._socket:
+            line.send("end", **end)
+            line.close()

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Options:
     node: NodeEnv  # which agent this is
     script: Script
     run_dir: Path
+    # For `rankup.init`: the `place` of the run, and whether the user has `chosen` it
+    run: Mapping[str, Any] = field(default_factory=dict)
     advice: Callable[[str], str] = lambda tail: ""  # gives advice for the last lines of a script
     join_timeout_s: float = 300.0
     shared_dir: str = ""  # a folder or an address that all nodes can write to
@@ -213,7 +215,7 @@ class Ranks:
                 commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
             ours["RANKUP_AGENT"] = json.dumps({
                 "commit": commit, "record": rank.record.path, "place": rank.record.place,
-                "socket": self.links.address, "local_rank": rank.local_rank,
+                "socket": self.links.address, "local_rank": rank.local_rank, "run": self.options.run,
             })
         values = {**by_default, **given, **self.interface, **set_by_torchrun, **ours}
         return {name: str(value) for name, value in values.items()}

@@ -368,7 +368,8 @@ class Job:
         self.group.watch.enter("end", self.settings.save_timeout_s, step=self.position.step)
         if self._exit_handler is not None:
             if self.is_main:
-                self.group.log.info(
-                    f"finished after {self.step_number} steps: {self.run_dir}/; rankup status {self.run_dir}"
-                )
+                steps, anew = self.step_number, ". To train anew give another run or fresh=True"
+                again = steps == self.progress.first_step > 0 and not self.group.restarted
+                done = f"no step was left to train, all {steps} are done" if again else f"finished after {steps} steps"
+                self.group.log.info(f"{done}: {self.run_dir}/; rankup status {self.run_dir}{anew if again else ''}")
             self._exit_handler.close()

@@ -110,6 +110,9 @@ def open_regular(path: Path) -> BufferedReader:
 # Folders of this machine ---------------------------------------------------------------------------------------------
 
 
+RUNS = "runs"  # the default of --run-dir
+
+
 def runs_folder(run_dir: str) -> Path:
     """Return the folder of all runs on this machine. If `run_dir` is an address, the runs work in a folder of the
     cache, see `rankup.state.second_place`. Raises UserError as `cache_roots` does."""

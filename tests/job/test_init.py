@@ -1,0 +1,95 @@
+"""Which run `rankup.init` opens: the one it names, the one that `rankup launch` names, or one in an object store."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.fork_server import Forks
+from tests.rigs.object_store import BUCKET, S3
+
+STEPS = """
+import sys, rankup
+job, count = rankup.init({}), {{'n': 0}}
+job.track(count=count)
+for _ in job.steps(3):
+    with job.step():
+        count['n'] += 1
+print('counted', count['n'])
+job.finish()
+"""
+
+
+def script(folder: Path, run: str = "") -> Path:
+    (folder / "job.py").write_text(STEPS.format(run))
+    return folder / "job.py"
+
+
+@pytest.mark.parametrize(("options", "place"), [
+    (["--name=mine"], "runs/mine"),
+    (["--run-dir=all"], "all/job"),
+    (["--run-dir=all", "--name=mine"], "all/mine"),
+    (["--run-dir=all", "--work-dir=elsewhere"], "all/job"),
+    (["--work-dir=elsewhere"], "elsewhere/runs/job"),
+])
+def test_init_without_a_run_takes_that_of_launch(
+    options: list[str], place: str, forks: Forks, tmp_path: Path
+) -> None:
+    output = forks.ends("launch", *options, script(tmp_path), cwds=[tmp_path])
+    assert f"finished after 3 steps: {tmp_path / place}/;" in output
+    assert [path.parent for path in tmp_path.rglob("run.json")] == [tmp_path / place]
+    assert "rankup.init says" not in output
+
+
+@pytest.mark.parametrize(("option", "said"), [
+    ("--name=other", "the run is mine, as rankup.init says, and not runs/other, as launch says"),
+    ("--run-dir=.", ""),
+    ("--no-fork", ""),  # the user has chosen no run
+])
+def test_run_of_init_wins_over_launch_in_one_line(option: str, said: str, forks: Forks, tmp_path: Path) -> None:
+    name = "job" if option == "--run-dir=." else "mine"
+    output = forks.ends("launch", option, script(tmp_path, f"{name!r}"), cwds=[tmp_path])
+    assert [line for line in output.splitlines() if "rankup.init says" in line] == ([said] if said else [])
+    assert (tmp_path / name / "run.json").exists()
+
+
+@pytest.mark.parametrize("by_launch", [False, True])
+def test_run_of_init_may_be_in_an_object_store(by_launch: bool, s3: S3, forks: Forks, tmp_path: Path) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}"
+    with s3.door() as door:
+        for machine in ("one", "two"):
+            env = {**door.env, "RANKUP_CACHE": str(tmp_path / machine)}
+            line = ["launch", f"--run-dir={url}", "--name=mine"] if by_launch else ["launch"]
+            words = script(tmp_path, "" if by_launch else f"'{url}/mine'")
+            output = forks.ends(*line, words, cwds=[tmp_path], env=env)
+            assert "counted 3" in output
+    assert "no step was left to train, all 3 are done: " in output  # the second machine has found the run
+    assert {path.name for path in tmp_path.iterdir()} == {"job.py", "one", "two"}
+
+
+@pytest.mark.parametrize(("run", "got"), [
+    ("'s3://bucket'", "s3://bucket"), ("'s3://'", "s3://"),
+    ("__import__('pathlib').Path('s3://bucket/mine')", "s3:/bucket"),
+    ("'gs://key:secret@bucket/mine'", ""),
+])
+def test_address_that_names_no_run_is_refused(run: str, got: str, forks: Forks, tmp_path: Path) -> None:
+    output = forks.ends("launch", script(tmp_path, run), cwds=[tmp_path], code=2)
+    assert f"rankup.init: run must be a{' folder' if got else 'n address without'}" in output
+    assert got in output
+    assert "secret" not in output
+    assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
+
+
+def test_launch_refuses_an_address_where_only_a_folder_fits(forks: Forks, tmp_path: Path) -> None:
+    output = forks.ends("launch", "--work-dir=s3://b/x", script(tmp_path), cwds=[tmp_path], code=2)
+    assert "--work-dir must be a folder of this machine, got s3://b/x." in output
+    output = forks.ends("export", "mine", "s3://b/x.pt", cwds=[tmp_path], code=2)
+    assert "FILE must be a path on this machine, got s3://b/x.pt." in output
+
+
+def test_finished_run_says_that_it_trained_nothing(forks: Forks, tmp_path: Path) -> None:
+    line = ("launch", "--nproc=2", script(tmp_path), "--lr", "0.1")
+    forks.ends(*line, cwds=[tmp_path])
+    again = forks.ends(*line[:-1], "0.2", cwds=[tmp_path])
+    said = r"no step was left to train, all 3 are done: \S+/runs/job/; .* To train anew give another run or fresh=True"
+    assert len(re.findall(said, again)) == 1, again
