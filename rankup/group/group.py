@@ -206,6 +206,20 @@ class Group:
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.is_rank0)
         return result
 
+    def on_all_ranks(self, work: Callable[[], None]) -> None:
+        """Call `work` on all ranks. If it raises UserError on a rank, all ranks raise it; otherwise they would wait for
+        that rank. All ranks call this."""
+        problem = ""
+        try:
+            work()
+        except UserError as error:
+            problem = str(error)
+        problems = self.gather(problem)
+        for rank, text in enumerate(problems):
+            if text:
+                where = "" if all(problems) else f" This is so on rank {rank} ({self.hosts[rank]})."
+                raise UserError(f"{text}{where}", printed_elsewhere=not self.is_rank0)
+
 
 def _packed(value: Any) -> bytes:
     torch.save(value, file := io.BytesIO())

@@ -20,7 +20,6 @@ from typing import Any
 from transformers import TrainerCallback
 
 from rankup import Job
-from rankup.loop.tracked import fix_bucket_order
 from rankup.seeds import derive_seed, seed_everything
 
 
@@ -54,18 +53,15 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return str(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if (wrapped := self.trainer.model_wrapped) is not self.trainer.model:  # `checkpoint` tracked it without DDP
-            fix_bucket_order({"model": wrapped})
-            self.job.tracked.share_inside(wrapped)
-            self.job.clock.watch(wrapped)
         self.job.track(optimizer=objects["optimizer"], scheduler=objects["lr_scheduler"])
         self.job.begin()
         self.job.agreement.rest_at = float("inf")  # the Trainer's record has times, which differ between ranks
         if state.global_step > self._progress["settled"]:
             trainer, due = self.trainer, self.trainer.callback_handler
+            model = trainer.model_wrapped
             for event in (due.on_step_end, due.on_epoch_end)[: 1 + (state.epoch == int(state.epoch))]:
                 event(args, state, control)
-                trainer._maybe_log_save_evaluate(trainer._tr_loss, None, wrapped, None, state.epoch, None, 0.0)
+                trainer._maybe_log_save_evaluate(trainer._tr_loss, None, model, None, state.epoch, None, 0.0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if state.global_step > self._progress["settled"]:

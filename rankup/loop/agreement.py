@@ -11,15 +11,17 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rankup.errors import PeerLost
+from rankup.errors import PeerLost, UserError
 from rankup.group.group import Group
+from rankup.loop.trained import unwrapped
 from rankup.places.files import open_regular
 from rankup.seeds import derive_seed, seed_everything, state_kept
 from rankup.state.run import Run
@@ -34,8 +36,12 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 def digests_of(items: dict[str, Any]) -> dict[str, int]:
     """Return digests of all modules' parameters and all optimizers' tensors in `items`, by this rank's place in the
     mesh that splits the tensors: ranks at equal places hold equal parts. Waits for the device."""
+    return digests_by_place(_tensors(items))
+
+
+def digests_by_place(tensors: Iterable[Any]) -> dict[str, int]:
     by_place: dict[str, list[torch.Tensor]] = {}
-    for tensor in _tensors(items):
+    for tensor in tensors:
         place, local = list[int](), tensor
         if hasattr(tensor, "to_local"):
             place, local = mesh_position(tensor), tensor.to_local()
@@ -52,6 +58,12 @@ def _tensors(items: dict[str, Any]) -> Iterator[Any]:
                 for parameter in group["params"]:
                     state = item.state.get(parameter, {})
                     yield from (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
+
+
+def _gradients(items: dict[str, Any]) -> Iterator[Any]:
+    for tensor in _tensors({name: item for name, item in items.items() if isinstance(item, nn.Module)}):
+        if tensor.grad is not None:
+            yield tensor.grad.to_dense() if tensor.grad.layout is torch.sparse_coo else tensor.grad
 
 
 def _digest(tensors: list[torch.Tensor]) -> int:
@@ -98,11 +110,16 @@ class Agreement:
         self._every = 0 if group.world_size == 1 else every
         self._earlier: dict[int, dict[str, Any]] = {}  # rows that earlier attempts left in the record, by step
         self._compared, self._since_s, self._cost_s = -1, 0.0, 0.0
+        self._equal = False  # whether a comparison of this attempt has found equal states: the loop makes them so
 
     def begin(self, step: int) -> None:
         """Start to compare in a run that stands at `step`."""
         self._since_s, self._compared = time.monotonic(), step
         if self._every == 0:
+            if self.group.world_size > 1 and self._items:
+                self.group.log.info(
+                    "track  compare_every_steps=0: ranks may differ, and a resume gives all of them the state of one"
+                )
             return
         self.rest_at = step + FIRST
         earlier = self.group.broadcast(self._read() if self.group.is_rank0 else None)
@@ -135,6 +152,9 @@ class Agreement:
             found, pauses = zip(*self.group.gather([own, pause]), strict=True)
             if odd := differing(found):
                 self._distrust()
+        if len(odd) == self.group.world_size and not self._equal and (mistake := self._mistake(step)):
+            raise UserError(mistake, printed_elsewhere=not self.group.is_rank0)
+        self._equal = not odd
         values, sound = [sum(digests.values()) for digests in found], self._compared
         self._compared, self._since_s = step, time.monotonic()
         self._cost_s = self._since_s - began_s
@@ -159,6 +179,39 @@ class Agreement:
                 f"{self._names(before['odd'], ' or ')} was "
                 "wrong before: watch that machine, and run rankup doctor there"
             )
+
+    def _mistake(self, step: int) -> str:
+        """Return the mistake in the loop by which healthy ranks differ from each other after `step`, "" if there is no
+        sign of one. All ranks call this before their next optimizer step."""
+        modules = {name: item for name, item in self._items.items() if isinstance(item, nn.Module)}
+        optimizers = {name: item for name, item in self._items.items() if isinstance(item, Optimizer)}
+        weights = {name: digests_of({name: module}) for name, module in modules.items()}
+        gradients = {name: digests_by_place(_gradients({name: module})) for name, module in modules.items()}
+        # After a flipped bit only a few tensors of an optimizer differ, and DDP still gives all ranks equal gradients
+        states = {name: [_digest([each]) for each in _tensors({name: item})] for name, item in optimizers.items()}
+        found = self.group.gather([weights, gradients, states, unwrapped(self._items)])
+
+        def differ(kind: int, name: str) -> bool:
+            return bool(differing([each[kind][name] for each in found]))
+
+        if apart := [name for name in modules if differ(0, name)]:
+            for name in apart:
+                no_gradient = not any(each[1][name] for each in found)
+                if differ(1, name) or (no_gradient and name in found[0][3]):
+                    return (
+                        f"track: {name} must get the same gradients on all ranks, got other weights on each after step "
+                        f"{step}: the ranks never averaged them. Wrap it in DistributedDataParallel and train the "
+                        "wrapper. If ranks differ on purpose (local SGD), give compare_every_steps=0 to rankup.init."
+                    )
+            return ""
+        for name in states:
+            pairs = [*zip_longest(*(each[2][name] for each in found))]
+            if 2 * sum(len({*pair}) > 1 for pair in pairs) > len(pairs):
+                return (
+                    f"track: {name} must hold its whole state on each rank, got other states of equal weights: "
+                    f"{type(optimizers[name]).__name__} splits it. Use an optimizer of torch.optim, or FSDP2."
+                )
+        return ""
 
     def compare_rest(self, own: dict[str, str]) -> None:
         """Warn once per attempt of items that differ: a copy holds one rank's version. `own`: digests by name."""

@@ -1,21 +1,24 @@
 """`Job`, the interface for your loop: tracked state, steps, batches, copies, stops. `rankup.init` returns one."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
+from rankup.loop import trained
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Batches, at_stop_iteration, evaluation_batches, source_of
 from rankup.loop.reporting import LoopState, Reporting, Settings, number_of
 from rankup.loop.saving import Saving
 from rankup.loop.step import Step
-from rankup.loop.tracked import Tracked, fix_bucket_order
+from rankup.loop.tracked import Tracked
 from rankup.observe.metrics import Position, evaluation
 from rankup.observe.stragglers import WAITING
 from rankup.seeds import derive_seed, seed_everything
@@ -46,6 +49,7 @@ class Job:
         self.loop_is_over = False
         self._exit_handler: Any = None  # the `ExitHandler` of a script, see `rankup.job`
         self._batches: dict[int, Batches] = {}  # by id of the loader, for loaders used in this epoch or the last one
+        self._wrappers = weakref.WeakSet[DistributedDataParallel]()  # those that `_adopt_wrappers` has seen
         self._begun = False
         self._step = Step(self)
 
@@ -74,21 +78,18 @@ class Job:
 
         An item is a module (bare, inside DDP, DataParallel or torch.compile, or split by FSDP2), an optimizer, a
         scheduler, a GradScaler, any object with `state_dict` and `load_state_dict`, or a dict, list or tensor, which
-        rankup fills in place. You may call `track` several times.
+        rankup fills in place. You may call `track` several times. rankup finds the DDP module around a bare one.
 
-        Raises UserError for a value that a copy can't hold (the message gives its path), for an item that does not fit
-        the copy or differs between ranks, and after the first step.
+        Raises UserError on all ranks for a value that a copy can't hold (the message gives its path), for an item that
+        does not fit the copy or differs between ranks, and after the first step.
         """
         group, run, tracked = self.group, self.run, self.tracked
         if self._begun:
             raise UserError("track: it must be called before the first step, got a later call. Move the call up.")
-        tracked.add(items)
-        if unfixed := fix_bucket_order(items):
-            names = ", ".join(unfixed)
-            group.log.info(f"track  a resume changes the last bits of {names}: DDP fixes its order of sums too late")
-        for item in items.values():
-            if isinstance(getattr(item, "_orig_mod", item), DistributedDataParallel):  # also inside torch.compile
-                self.clock.watch(item)
+        items = dict(sorted(items.items()))  # ranks that call this with another order do the same in the same order
+        self._same_names([*items])
+        group.on_all_ranks(lambda: tracked.add(items))
+        self._adopt_wrappers()
         sharded = tracked.split and self.settings.sharded
         if sharded and not run.parts.wanted:
             run.check_shared()
@@ -102,6 +103,33 @@ class Job:
                     group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
         self.reseed()
         group.record.begin(self.step_number)
+
+    def _same_names(self, names: list[str]) -> None:
+        """Raise UserError on all ranks if they do not call `track` with the same names. The last call has no names."""
+        self.group.must_match(
+            "track: the names", ", ".join(names) or "none", remedy="All ranks must track the same objects."
+        )
+
+    def _adopt_wrappers(self, *, late: bool = False) -> None:
+        """Treat DDP modules that train tracked parameters as if `track` had got them. All ranks call this. `late`: the
+        step's backward pass is over."""
+        group, items, unfixed = self.group, self.tracked.items, set[str]()
+        for ddp, name in trained.wrappers_of(items).items():
+            if ddp in self._wrappers:
+                continue
+            if late and not self._begun and self.world_size > 1 and not isinstance(ddp.module, nn.ParameterList):
+                raise UserError(
+                    f"track: it must be called after DistributedDataParallel has wrapped {name}, got an earlier call. "
+                    "Move the call down."
+                )
+            self._wrappers.add(ddp)
+            self.tracked.adopt(ddp)
+            self.clock.watch(next((each for each in items.values() if getattr(each, "_orig_mod", None) is ddp), ddp))
+            if late or not trained.fix_bucket_order(ddp):
+                unfixed.add(name)
+        if unfixed and self.world_size > 1:
+            names = ", ".join(sorted(unfixed))
+            group.log.info(f"track  a resume changes the last bits of {names}: DDP fixes its order of sums too late")
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
@@ -260,11 +288,16 @@ class Job:
         self.saving.loader_states = loop.loader_states()
         self.tracked.commit()
 
-    def begin(self) -> None:
-        """Prepare the first step of this attempt; later calls do nothing. All ranks call this."""
+    def begin(self, *, late: bool = False) -> None:
+        """Prepare the first step of this attempt; later calls only look for new DDP modules. All ranks call this.
+        `late`: the step's backward pass is over."""
+        if trained.new:
+            trained.new.clear()
+            self._adopt_wrappers(late=late)
         if self._begun:
             return
         self._begun = True
+        self._same_names([])
         group, run, step = self.group, self.run, self.position.step
         commit = (group.rank_env.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
@@ -272,7 +305,7 @@ class Job:
         run.begin(step, lambda: self.reporting.open(commit, changed=changed))
         run.newest = None  # frees the restored state, which every rank would otherwise keep in memory
         if self.tracked.items:
-            self.tracked.warn_of_others(group.log.warning)
+            trained.watch_optimizers(self.tracked, group.log.warning)
         group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         group.stop.finish_step_first = True
         self.agreement.begin(step)

@@ -24,7 +24,7 @@ class Step:
     def __enter__(self) -> None:
         job, tracked, step = self._job, self._tracked, self._position.step
         values, self.values = self.values, {}  # otherwise the loss would keep its graph in memory
-        job.begin()
+        job.begin(late=True)
         if self.inside:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
         # If this step's batches are of two epochs, no commit has yet covered the code that ran between the epochs

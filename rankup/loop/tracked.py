@@ -10,8 +10,6 @@ optimizers' settings. Everything else may change only inside `job.step` and `job
 """
 
 import hashlib
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from rankup.errors import UserError
 from rankup.state.tree import ITEM, TensorFile, encode
@@ -28,7 +26,6 @@ from rankup.state.tree import ITEM, TensorFile, encode
 BUCKET_BYTES = 250 * 2**20  # DDP's own value: buffers up to this total size are sent as one
 CHECKS = 20  # only the first checks look at all objects: a mistake in a loop shows in every step
 LARGE_BYTES = 64 * 2**20  # compute no digests of larger tensors; parameters are checked without digests
-WITHOUT_OPTIMIZERS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)
 FILLED_IN_PLACE = (dict, list, torch.Tensor)
 WRAPPERS = (DistributedDataParallel, DataParallel)
 
@@ -50,6 +47,7 @@ class Tracked:
         self._holders: dict[str, list[tuple[str, dict[str, Any]]]] = {}  # by module: prefixes and buffer dictionaries
         self._schedulers: dict[str, LRScheduler] = {}
         self._optimizers: dict[str, Optimizer] = {}
+        self._parameters = set[int]()  # ids of the modules' parameters: FSDP2 registers others during a forward pass
         # As of the last commit
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         self._schedules: dict[str, dict[str, Any]] = {}
@@ -66,6 +64,11 @@ class Tracked:
                 raise UserError(
                     f"track: {name} must have state_dict and load_state_dict, or be a dict, a list or a tensor, got "
                     f"{type(item).__name__}, which can't be filled in place. Put it into a dict: {name}={{...}}."
+                )
+            if hasattr(item, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer, fairscale's OSS
+                raise UserError(
+                    f"track: {name} must hold its whole state on each rank, got {type(item).__name__}, which splits it "
+                    "among the ranks. Use an optimizer of torch.optim, or FSDP2 (fully_shard), which splits all state."
                 )
         self.items |= items
         for name, item in items.items():
@@ -99,15 +102,15 @@ class Tracked:
             self._holders[name] = holders
         if self._share_all:
             self.shared += [held for _, held in holders]
-        else:
-            self.share_inside(module)
+        self._parameters.update(map(id, module.parameters()))
 
-    def share_inside(self, module: nn.Module) -> None:
-        """Share the buffers of each module that DDP wraps inside `module`, in place of DDP."""
-        for each in module.modules():
-            if isinstance(each, DistributedDataParallel) and each.broadcast_buffers:
-                each.broadcast_buffers = False  # `share_buffers` replaces it
-                self.shared += [inner._buffers for inner in each.module.modules() if inner._buffers]
+    def adopt(self, ddp: DistributedDataParallel) -> None:
+        """Share the buffers of the module inside `ddp`, in place of DDP."""
+        if self._checks:
+            self._seen = self._look()  # the constructor of DDP has sent rank 0's parameters, which changes none
+        if ddp.broadcast_buffers and not self._share_all:
+            ddp.broadcast_buffers = False  # `share_buffers` replaces it
+            self.shared += [inner._buffers for inner in ddp.module.modules() if inner._buffers]
 
     def share_buffers(self) -> None:
         """Give all ranks rank 0's `shared` buffers. All ranks call this after their backward passes.
@@ -169,6 +172,17 @@ class Tracked:
                 "would lose. Move the change into the block or, after the last batch of an epoch, into job.change."
             )
 
+    @property
+    def in_first_steps(self) -> bool:
+        return self._checks > 0
+
+    def parameters(self) -> set[int]:
+        """Return the ids of all tensors in modules, dicts and lists, and of tracked tensors."""
+        found = self._parameters.copy()
+        for item in self.items.values():
+            found.update(map(id, item.parameters() if isinstance(item, nn.Module) else tree_leaves(item)))
+        return found
+
     def _look(self) -> dict[str, Any]:
         """Return, by name, a value that changes with the item: for a module, torch's count of changes in place of each
         parameter; for others, except optimizers and schedulers, a digest, because they may replace their tensors."""
@@ -181,22 +195,6 @@ class Tracked:
                 local = {key: t.to_local() if hasattr(t, "to_local") else t for key, t in tensors.items()}
                 found[name] = _digest(tree, {key: t for key, t in local.items() if t.nbytes <= LARGE_BYTES})
         return found
-
-    def warn_of_others(self, say: Callable[[str], None]) -> None:
-        """During the first steps, call `say` once for each optimizer that steps and has a state, but is not tracked."""
-        if any(not isinstance(item, WITHOUT_OPTIMIZERS) for item in self.items.values()):
-            return  # such an item may hold optimizers
-        kept = set[int]().union(*map(_parameters, self._optimizers.values()))
-        this = weakref.ref(self)  # torch never removes the hook
-
-        def look(optimizer: Optimizer, *_: Any) -> None:
-            in_first_steps = (tracked := this()) and tracked._checks
-            if in_first_steps and optimizer.state and kept.isdisjoint(own := _parameters(optimizer)):
-                kept.update(own)
-                kind = type(optimizer).__name__
-                say(f"track: {kind} steps and is not tracked: a restart resets its state, and the weights will differ")
-
-        register_optimizer_step_post_hook(look)
 
     # A copy ---------------------------------------------------------------------------------------------------
 
@@ -305,11 +303,7 @@ def _digest(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(each) for group in optimizer.param_groups for each in group["params"]}
-
-
-# The layout of tensors: split among ranks, memory formats, DDP's buckets. A copy holds none of it -------------------
+# The layout of tensors: split among ranks, memory formats. A copy holds none of it ------------------------------------
 
 
 def gathered(value: Any) -> Any:
@@ -340,32 +334,3 @@ def laid_out(value: Any, live: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)  # each rank has the whole
-
-
-def fix_bucket_order(items: dict[str, Any]) -> list[str]:
-    """Make each DDP module rebuild its buckets now, instead of after its first backward pass. All ranks call this.
-
-    With three or more ranks, other buckets mean another order of sums: the first step after a resume would use DDP's
-    first buckets, but the uninterrupted run used the rebuilt ones. Therefore a backward pass of zeros at every start
-    shows DDP the parameters in a fixed order, last first. Returns the names of items for which this is impossible.
-    """
-    unfixed = []
-    for name, item in items.items():
-        for ddp in item.modules() if isinstance(item, nn.Module) else ():
-            if not isinstance(ddp, DistributedDataParallel) or (ddp.find_unused_parameters and not ddp.static_graph):
-                continue  # with find_unused_parameters DDP never rebuilds buckets
-            parameters = [p for p in ddp.module.parameters() if p.requires_grad]
-            if ddp.static_graph or any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
-                unfixed.append(name)
-                continue
-            module, ddp.module = ddp.module, nn.Identity()  # the sum below, not the model's graph, decides the order
-            try:
-                zero = ddp(torch.zeros(()))
-                for parameter in parameters:
-                    zero = zero + (parameter * 0).real.float().sum().cpu()
-                zero.backward()
-            finally:
-                ddp.module = module
-            for parameter in parameters:
-                parameter.grad = None
-    return unfixed

@@ -96,6 +96,8 @@ class StepClock:
         """Do the same for each backward pass through `module`, for any loss."""
 
         def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:  # a result would replace the output
+            if torch.compiler.is_compiling():  # the loop has compiled `module` itself
+                return
             for each in tree_leaves(output):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
                     self.split_backward(each)

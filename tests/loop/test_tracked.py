@@ -10,6 +10,7 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.loop.tracked import Tracked
+from rankup.loop.trained import watch_optimizers
 
 
 def parts() -> tuple[dict[str, Any], torch.optim.Optimizer]:
@@ -73,20 +74,22 @@ def test_untracked_optimizer_that_steps_is_named_once() -> None:
     tracked, holding = Tracked(), Tracked()
     tracked.add({"model": model, "adam": (adam := torch.optim.Adam(model.parameters()))})
     holding.add({"trainer": SimpleNamespace(state_dict=dict, load_state_dict=print)})  # it may contain all optimizers
-    holding.warn_of_others(said.append)
-    tracked.warn_of_others(said.append)
-    plain = torch.optim.SGD(nn.Linear(2, 1).parameters())  # it has no state to lose
+    watch_optimizers(holding, said.append)
+    watch_optimizers(tracked, said.append)
+    plain = torch.optim.SGD(nn.Linear(2, 1).parameters())  # it has no state
     other = torch.optim.AdamW(nn.Linear(2, 1).parameters())
     for optimizer in (adam, plain, other, other):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    assert said == ["track: AdamW steps and is not tracked: a restart resets its state, and the weights will differ"]
+    resets = ["SGD steps and is not tracked: a restart resets its parameters",
+              "AdamW steps and is not tracked: a restart resets its state and its parameters"]
+    assert said == [f"track: {each}, and the weights will differ" for each in resets]
     tracked._checks = 0  # as after the first steps
     (weight := nn.Parameter(torch.ones(1))).grad = torch.ones(1)
     torch.optim.AdamW([weight]).step()
-    assert len(said) == 1
+    assert len(said) == 2
 
 
 def test_optimizer_may_have_any_names_of_settings() -> None:

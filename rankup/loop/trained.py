@@ -1,0 +1,128 @@
+"""What trains beside the objects that `job.track` got: the DDP modules around them, and other optimizers.
+
+Many loops track a bare module and train its DDP wrapper. DDP decides in which order gradients are summed, so rankup has
+to know every wrapper of a tracked parameter.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from rankup.errors import UserError
+
+HOLD_NO_OPTIMIZER = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)
+# The DDP modules of this process, oldest first, and those since the last call of `take_new`
+_made: "weakref.WeakKeyDictionary[DistributedDataParallel, None]" = weakref.WeakKeyDictionary()
+new: list["weakref.ref[DistributedDataParallel]"] = []
+
+
+def _note(module: nn.Module, name: str, submodule: Any) -> None:
+    """Note a DDP module when its constructor registers the module inside it."""
+    if isinstance(module, DistributedDataParallel) and module not in _made:
+        _made[module] = None
+        new.append(weakref.ref(module))
+
+
+register_module_module_registration_hook(_note)
+
+
+def wrappers_of(items: dict[str, Any]) -> dict[DistributedDataParallel, str]:
+    """Return the DDP modules in `items` or around their parameters, in the same order on all ranks, with the name of
+    an item that each of them trains.
+
+    A newer wrapper replaces an older one of the same parameters, which may be garbage that only some ranks have freed.
+    """
+    modules = {name: item for name, item in items.items() if isinstance(item, nn.Module)}
+    names = {id(each): name for name, module in modules.items() for each in module.parameters()}
+    found = {
+        each: name for name, module in modules.items() for each in module.modules()
+        if isinstance(each, DistributedDataParallel)
+    }
+    covered = {id(parameter) for each in found for parameter in each.parameters()}
+    for ddp in reversed([each for each in _made if hasattr(each, "reducer")]):  # its constructor has not failed
+        own = {id(parameter) for parameter in ddp.parameters() if parameter.requires_grad}
+        if ddp not in found and not own <= covered and (known := own & names.keys()):
+            found[ddp] = min(names[each] for each in known)
+        covered |= own
+    return found
+
+
+def unwrapped(items: dict[str, Any]) -> list[str]:
+    """Return the names of modules with trained parameters that are in no DDP module and are not split by FSDP2."""
+    covered = {id(parameter) for ddp in wrappers_of(items) for parameter in ddp.parameters()}
+    stepped = set[int]().union(*(parameters_of(item) for item in items.values() if isinstance(item, Optimizer)))
+    return [
+        name for name, item in items.items() if isinstance(item, nn.Module) and any(
+            each.requires_grad and id(each) in stepped - covered and not hasattr(each, "to_local")
+            for each in item.parameters()
+        )
+    ]
+
+
+def parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+
+
+def fix_bucket_order(ddp: DistributedDataParallel) -> bool:
+    """Make a DDP module rebuild its buckets now, instead of after its first backward pass. All ranks call this.
+
+    With three or more ranks, other buckets mean another order of sums: the first step after a resume would use DDP's
+    first buckets, but the uninterrupted run used the rebuilt ones. Therefore a backward pass of zeros at every start
+    shows DDP the parameters in a fixed order, last first. Returns False if this is impossible.
+    """
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        return True  # then DDP never rebuilds buckets
+    parameters = [p for p in ddp.module.parameters() if p.requires_grad]
+    if ddp.static_graph or any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+        return False
+    module, ddp.module = ddp.module, nn.Identity()  # the sum below, not the model's graph, decides the order
+    try:
+        zero = ddp(torch.zeros(()))
+        for parameter in parameters:
+            zero = zero + (parameter * 0).real.float().sum().cpu()
+        zero.backward()
+    finally:
+        ddp.module = module
+    for parameter in parameters:
+        parameter.grad = None
+    return True
+
+
+def watch_optimizers(tracked: Any, say: Callable[[str], None]) -> None:
+    """Look at each optimizer that steps during the first steps. `tracked`: a `rankup.loop.tracked.Tracked`.
+
+    Raises UserError in the step of a tracked optimizer that trains parameters of no tracked object: a resume would give
+    it a state that belongs to other weights. Calls `say` once for each optimizer that is not tracked, if a restart
+    would reset its state or its parameters.
+    """
+    if any(not isinstance(item, HOLD_NO_OPTIMIZER) for item in tracked.items.values()):
+        return  # such an item may hold modules and optimizers
+    kept = {name: parameters_of(item) for name, item in tracked.items.items() if isinstance(item, Optimizer)}
+    said, this = set[int](), weakref.ref(tracked)  # torch never removes the hook
+
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        if (tracked := this()) is None or not tracked.in_first_steps:
+            return
+        own, kind = parameters_of(optimizer), type(optimizer).__name__
+        trained = {id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+        lost = trained - tracked.parameters()
+        name = next((name for name, known in kept.items() if known & own), None)
+        if name is not None and lost:
+            raise UserError(
+                f"track: {name} must train only parameters of tracked objects, got {len(lost)} of {len(trained)} "
+                "tensors that belong to none. Give job.track their module too."
+            )
+        if name is None and (optimizer.state or lost) and said.isdisjoint(own):
+            said.update(own)
+            what = " and ".join(["its state"] * bool(optimizer.state) + ["its parameters"] * bool(lost))
+            say(f"track: {kind} steps and is not tracked: a restart resets {what}, and the weights will differ")
+
+    register_optimizer_step_post_hook(look)
