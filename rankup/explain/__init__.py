@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from rankup.explain.diagnosis import WAITED, Diagnosis, Search, diagnose
+from rankup.explain.diagnosis import Diagnosis, Search, diagnose
+from rankup.explain.faults import WAITED
 from rankup.explain.logs import find_logs
 
 MAX_OTHERS = 8
@@ -59,6 +60,8 @@ def _about_cause(first: list[Diagnosis], *others: list[Diagnosis]) -> Iterator[s
         yield f"  {first_of} {datetime.fromtimestamp(root.time):%Y-%m-%d %H:%M:%S}"
     for label, text in zip(["seen", *[""] * len(root.traceback)], [*root.traceback, root.seen], strict=True):
         yield f"  {label:4}  {text}"
+    if root.at:
+        yield f"  at    {root.at}"
     yield from (f"  why   {root.why}", f"  fix   {root.remedy}")
     rivals = [each for group in (first, *others) for each in group if each.order == root.order]
     if len({each.file for each in rivals}) > 1 and any(each.time is None for each in rivals):

@@ -4,13 +4,15 @@ A log is read line by line, so a log of 10 GB needs no more memory than a log of
 """
 
 import contextlib
+import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rankup.errors import UserError
 from rankup.observe.logs import rank_logs
@@ -22,11 +24,21 @@ RANK_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
 # torchrun writes LOG_DIR/ID_RANDOM/attempt_0/LOCAL_RANK/stderr.log. Next to the folders of the ranks it also writes
 # filtered_stdout.log, a copy of what it printed
 TORCHRUN_FILE = re.compile(r"(?P<job>.*/|)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/[^/]+\.log")
+MAX_SEEN = 300  # quote at most this many characters of a line
 MAX_LINE = 1500  # characters; the rest of a longer line is ignored
 MAX_PREFIXES = 5  # a line has at most this many
+MAX_HEADER = 160  # characters; a logger's header is shorter
+MAX_HEADERS = 8  # remember this many
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 LINES = tomllib.loads(Path(__file__).with_name("lines.toml").read_text(encoding="utf-8"))
+# Kinds of lines that are not faults
+LINE = {kind: re.compile("|".join(patterns)) for kind, patterns in LINES["kinds"].items()}
 PREFIX = re.compile("|".join(LINES["prefixes"].values()))
+SPEAKER = re.compile("|".join(LINES["speakers"].values()))
+SPEAKER_WORDS = ("ank", "RANK", "ip=", "host", "node", "pod=", "gpu")
+FIRST_WORD = re.compile(LINES["first_word"]["who"])
+JSON = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in LINES["json"].items()}
+BEGIN = "Traceback (most recent call last)"
 CLOCK = re.compile(r"\d\d:\d\d:\d\d")
 TIMES = [(re.compile(each["pattern"]), each["iso"]) for each in LINES["times"].values()]
 
@@ -49,6 +61,8 @@ class LogLine(NamedTuple):
     rank: int | None = None
     host: str = ""
     source: str = ""  # lines with the same source belong together, such as the lines of a traceback
+    named: bool = False  # words in the line name the rank: lines without any prefix may belong to the same record
+    bare: bool = False  # the line has no prefix
 
 
 def read_lines(path: Path, *, since: str = "") -> Iterator[str]:
@@ -132,20 +146,91 @@ def _rank_in(name: str) -> int | None:
     return int(rank[1]) if rank else None
 
 
-def split_prefixes(text: str) -> LogLine:
-    """Remove the prefixes from a line, and find in them who wrote it."""
-    rest = COLOUR.sub("", text[:MAX_LINE].rstrip("\r\n"))
-    rank, host = None, ""
+def group_names(found: Mapping[str, str | None]) -> dict[str, str]:
+    """Return what the groups of a pattern have found. The number after a name only makes the name unique."""
+    return {name.rstrip("0123456789"): value for name, value in found.items() if value}
+
+
+def who_in(found: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the rank and the host that the groups of a pattern have found."""
+    named = group_names(found)
+    return {key: int(named[key]) if key == "rank" else named[key] for key in ("rank", "host") if key in named}
+
+
+def split_prefixes(text: str, headers: Iterable[re.Pattern[str]] = ()) -> LogLine:
+    """Remove the prefixes from a line, and find in them who wrote it. `headers`: those of loggers."""
+    whole = rest = COLOUR.sub("", text[:MAX_LINE].rstrip("\r\n"))
+    who: dict[str, Any] = {}
     for _ in range(MAX_PREFIXES):
         if not (found := PREFIX.match(rest)):
             break
-        for name, value in found.groupdict().items():
-            if value and name.startswith("rank"):
-                rank = int(value)
-            elif value:
-                host = value
+        who |= who_in(found.groupdict())
         rest = rest[found.end() :]
-    return LogLine(rest, rank, host, f"{rank} {host}")
+    header = next((found for each in headers if (found := each.match(rest))), None)
+    head, rest = (header[0], rest[header.end() :]) if header else (rest[:MAX_HEADER].partition(BEGIN)[0], rest)
+    said = who_in(first.groupdict()) if header and (first := FIRST_WORD.match(head)) else {}
+    if any(word in head for word in SPEAKER_WORDS):  # the pattern is slow
+        for found in SPEAKER.finditer(head):
+            said |= who_in(found.groupdict())
+    rank, host = (who.get(key, said.get(key)) for key in ("rank", "host"))
+    return LogLine(rest, rank, host or "", f"{rank} {host or ''}", bool(said.keys() - who.keys()), rest == whole)
+
+
+NOBODY = split_prefixes("").source
+
+
+class Headers:
+    """What the loggers of one log write before each line. Only the first line of a traceback shows it, because all
+    programs write the same words there."""
+
+    def __init__(self) -> None:
+        self._known: deque[re.Pattern[str]] = deque(maxlen=MAX_HEADERS)
+
+    def split(self, raw: str) -> Iterator[LogLine]:
+        """Yield the lines in a line of a log, each without its prefixes."""
+        for text in lines_in(raw):
+            line = split_prefixes(text, self._known)
+            if BEGIN in line.text and (header := _header_of(line.text.partition(BEGIN)[0])):
+                self._known.appendleft(re.compile(header))
+                line = split_prefixes(text, self._known)
+            yield line
+
+
+def _header_of(before: str) -> str:
+    """Return a pattern for a header. The next lines have other digits and spaces in it, such as in a time."""
+    if re.fullmatch(r"[A-Za-z ]*[A-Za-z] ", before):
+        return ""  # there are only words, as in "Original Traceback"
+    indent = before[: len(before) - len(before.lstrip())]
+    if not re.search(r"\w", before):
+        return indent  # the library rich draws a box, perhaps in a column
+    words = r"\s+".join(re.sub(r"\d+", r"\\d+", re.escape(word)) for word in before.split())
+    return f"{indent}{words}(?:{before[len(before.rstrip()) :]}|$)"
+
+
+def lines_in(raw: str) -> list[str]:
+    """Return the texts in a line of a log: those of a JSON object, and the lines of a traceback in one line."""
+    if raw.startswith("{") and raw.rstrip().endswith("}"):
+        with contextlib.suppress(ValueError):
+            return [line for text in _texts(json.loads(raw)) for line in lines_in(text)]
+    if "\n" in raw.rstrip("\n"):
+        return raw.rstrip("\n").split("\n")
+    return raw.replace('\\"', '"').split("\\n") if f"{BEGIN}:\\n" in raw else [raw]
+
+
+def _texts(record: Mapping[str, Any]) -> list[str]:
+    """Return the messages and tracebacks in a record of a logger that writes JSON, each line under a prefix of ours."""
+    flat: list[tuple[str, Any]] = []
+    waiting = [*record.items()]
+    while waiting:
+        key, value = waiting.pop(0)
+        waiting = [*value.items(), *waiting] if isinstance(value, dict) else waiting
+        flat.append((key, value))
+    of = {name: [str(value) for key, value in flat if pattern.fullmatch(key) and not isinstance(value, dict)]
+          for name, pattern in JSON.items()}
+    prefix = f"[rank{of['rank'][0]}]: " if of["rank"] and of["rank"][0].isdigit() else ""
+    prefix = f"[pod/{of['host'][0]}/-] {prefix}" if of["host"] else prefix
+    prefix += "".join(f"{level.upper()} " for level in of["level"][:1] if level.lower() in ("debug", "info", "warning"))
+    return [f"{prefix}{line}" for text in of["text"] if text for line in text.rstrip("\n").split("\n")]
 
 
 def time_of(text: str) -> float | None:

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from rankup.explain import diagnose_files, format_report
-from rankup.explain.diagnosis import FAULTS, HARMLESS, MAX_SEEN, MAX_UNKNOWN, Fault, diagnose
+from rankup.explain.diagnosis import MAX_UNKNOWN, diagnose
+from rankup.explain.faults import FAULTS, HARMLESS, Fault
+from rankup.explain.logs import MAX_SEEN
 from tests.rigs.jobs import ROOT, environment
 
 LOGS = Path(__file__).parent / "logs"

@@ -8,7 +8,8 @@ import pytest
 
 from rankup.errors import UserError
 from rankup.explain import diagnose_files, format_report
-from rankup.explain.diagnosis import FOLLOWED, Diagnosis, diagnose
+from rankup.explain.diagnosis import Diagnosis, diagnose
+from rankup.explain.faults import FOLLOWED
 from rankup.explain.logs import time_of
 from train.main import main
 
@@ -149,6 +150,7 @@ def test_report_separates_the_cause_from_its_consequences(tmp_path: Path) -> Non
         '  seen    File "a.py", line 7, in main',
         "            load(image)",
         "        KeyError: 'image_17'",
+        "  at    a.py:7",
         "  why   this is the last line of its traceback, or the last line that looks like an error.",
         "  fix   The table of known faults does not have it. The last lines of its traceback say where it happened.",
         "what others suffered from it:",
@@ -176,7 +178,7 @@ def test_address_that_torch_did_not_reach_is_read_completely(words: str, place: 
 
 # Shapes of logs --------------------------------------------------------------------------------------------------
 
-TEXT = (LOGS / "shapes.txt").read_text(encoding="utf-8")
+TEXT = "".join((LOGS / name).read_text(encoding="utf-8") for name in ("shapes.txt", "who-and-where.txt"))
 SHAPES = dict(text.split("\n", 1) for text in TEXT.removeprefix("### ").split("\n### "))
 BESIDE = {"ipv6-name": "master-unreached", "monitored-barrier": "collective-timeout"}  # torch prints these too
 
@@ -185,14 +187,15 @@ BESIDE = {"ipv6-name": "master-unreached", "monitored-barrier": "collective-time
 def test_first_finding_of_a_log_is_why_its_job_failed(
     shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A shape begins with `NAME: FAULT rank N on HOST | TEXT SEEN` or `NAME: healthy`. One or several logs follow, or
-    `<<<` and the name of a recorded log. A text after `^` must be at the beginning."""
+    """A shape begins with `NAME: FAULT rank N on HOST @ FILE:LINE | TEXT SEEN` or `NAME: healthy`. One or several logs
+    follow, or `<<<` and the name of a recorded log. A text after `^` must be at the beginning."""
     for file in f"\n{SHAPES[shape]}".split("\n--- "):
         name, _, text = file.partition("\n")
         path = tmp_path / (name or "slurm-7.out")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text((LOGS / text.split()[1]).read_text() if text.startswith("<<<") else text, encoding="utf-8")
     expected, _, seen = shape.split(": ", 1)[1].partition(" | ")
+    expected, _, at = expected.partition(" @ ")
     healthy = expected == "healthy"
     files = [str(path) for path in sorted(tmp_path.glob("*.*")) if path.stat().st_size]
     logs = files or [str(tmp_path)]
@@ -208,6 +211,7 @@ def test_first_finding_of_a_log_is_why_its_job_failed(
         who += f" on {root['host']}" if root["host"] else ""
         assert (root["name"] or root["seen"].split(":")[0]) + who == expected, report
         assert seen in f"^{root['seen']}", report
+        assert root["at"] == (at or root["at"]), report
         # No pattern may be so wide that it matches torch's messages about another fault
         others = {each["name"] for each in found if each["order"] < FOLLOWED} - {root["name"], BESIDE.get(root["name"])}
         assert "<<<" not in SHAPES[shape] or others <= {""}, report
