@@ -50,6 +50,7 @@ STOP_S = 0.001  # between two checks whether a step may begin, while the ranks a
 FORM_S = 20.0  # for connecting ranks that can reach each other; many ranks get more
 WATCHDOG_LATER_S = 10.0  # added for the watchdog while joining: each step's own deadline has a better message
 TORCH_S = 14 * 24 * 3600.0  # timeout of gloo and NCCL, longer than all of ours, whose messages name phase and rank
+UNEVEN_S = 3.0  # how long a rank waits at the end of its batches before it asks whether another rank has more
 WHERE_S = 2.0  # how long the leader may take to say where all ranks are
 QUIET_S = 5.0  # a rank that was silent for this long may be stopped, or cut off
 CAUSE_S = 7.0  # after a collective broke: for the message that names the lost rank

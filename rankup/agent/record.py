@@ -10,7 +10,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 NAME = "rankup-records"
@@ -62,14 +62,17 @@ class Record(ctypes.Structure):
     `step`: the newest step that the rank has begun, at `began_s`. `stop`: the step before which to stop. `confirmed`:
     the value of `stop` that all nodes agreed on. `heartbeat_s`: the last heartbeat, 0 before the first one. `waiting`:
     the rank waits for other ranks, so these are to blame for a delay. `finished`: the rank has done all its work.
-    `alone`: at its end the rank had met no other one, see `rankup.agent.alone`.
+    `alone`: at its end the rank had met no other one, see `rankup.agent.alone`. `batches`, `passes`: how many batches
+    of `job.batches` the rank has got, and how many passes over a loader it has ended, in this attempt.
 
     Not in that memory: `clock` adds up this process's phases. `entered` is the phase and timeout it entered last."""
 
     _fields_ = (
-        ("rank", ctypes.c_int64), ("waiting", ctypes.c_bool), ("step", ctypes.c_int64), ("began_s", ctypes.c_double),
-        ("_phase", _Phase), ("stop", ctypes.c_int64), ("confirmed", ctypes.c_int64), ("heartbeat_s", ctypes.c_double),
-        ("finished", ctypes.c_bool), ("alone", ctypes.c_bool), ("_location", ctypes.c_char * 256),
+        ("rank", ctypes.c_int64), ("waiting", ctypes.c_bool), ("_blocked", ctypes.c_bool), ("step", ctypes.c_int64),
+        ("began_s", ctypes.c_double), ("_phase", _Phase), ("stop", ctypes.c_int64), ("confirmed", ctypes.c_int64),
+        ("heartbeat_s", ctypes.c_double), ("finished", ctypes.c_bool), ("alone", ctypes.c_bool),
+        ("batches", ctypes.c_int64), ("passes", ctypes.c_int64), ("_location", ctypes.c_char * 256),
+        ("_begun", ctypes.c_char * 512),
     )
 
     @classmethod
@@ -134,13 +137,18 @@ class Record(ctypes.Structure):
         return float(self._phase.entered_s + self._phase.timeout_s)
 
     def heartbeat(self) -> dict[str, Any]:
-        """Return where the rank is. `for_s`: seconds in this phase or step. `ago_s`: seconds since its heartbeat."""
-        now_s, location = time.monotonic(), self._location.decode(errors="replace")
+        """Return where the rank is. `for_s`: seconds in this phase or step. `ago_s`: seconds since its heartbeat.
+        `begun`: by process group, how many collectives the rank has begun."""
+        now_s, location, begun = time.monotonic(), self._location.decode(errors="replace"), self._begun.decode()
         # A script that has not imported rankup yet, or never does, sends no heartbeats
         lived_s = now_s if self.phase in ("start", "script") else max(self.heartbeat_s, self.entered_s)
         return {
-            "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting, "location": location,
+            "rank": self.rank, "phase": self.phase, "step": self.step, "location": location,
+            "waiting": self.waiting or self._blocked,
             "for_s": round(now_s - self.entered_s, 1), "ago_s": now_s - lived_s,
+            "batches": self.batches, "passes": self.passes,
+            # A number may be read half written: the next heartbeat has it whole
+            "begun": {name: int(n) for name, _, n in (each.partition("=") for each in begun.split()) if n.isdigit()},
         }
 
     # What the rank writes -------------------------------------------------------------------------------------------
@@ -180,9 +188,12 @@ class Record(ctypes.Structure):
         self.entered = (phase, timeout_s)
         self._phase = _Phase(entered_s, timeout_s, phase.encode(errors="replace")[:64])
 
-    def beat(self, location: str) -> None:
-        """Write that this rank is alive, and its place in the program. Any thread may call this."""
+    def beat(self, location: str, *, blocked: bool = False, begun: Mapping[str, int] | None = None) -> None:
+        """Write that this rank is alive, and its place in the program. Any thread may call this. `blocked`: it waits in
+        a collective. `begun`: by process group, how many collectives it has begun."""
+        self._blocked, begun = blocked, begun or {}
         self._location = location.encode(errors="replace")[:256]
+        self._begun = "".join(f"{name}={count} " for name, count in begun.items()).encode()[:512].rpartition(b" ")[0]
         self.heartbeat_s = time.monotonic()
 
     # What its agent writes ------------------------------------------------------------------------------------------

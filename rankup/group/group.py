@@ -19,9 +19,13 @@ from rankup.agent.ends import LOST_PEER
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, UserError, exit_code, reason
 from rankup.group.watchdog import Watchdog
-from rankup.timing import STOP_S
+from rankup.timing import STOP_S, UNEVEN_S
 
 T = TypeVar("T")
+MESSAGES = "rankup/messages"  # describes a process group that sends messages from one rank to another
+
+EVEN = "batches: a pass must have the same number of batches on every rank, got"
+EVEN_OUT = "Cut the longer ones, or give each rank the same DataLoader, of which it gets its part."
 
 
 class Group:
@@ -44,6 +48,8 @@ class Group:
         self.run_dir, self.hosts = watch.status.run_dir, watch.hosts
         self.restarted = rank_env.restart_count > 0
         self.store: Any = None
+        self.own: Any = None  # the process group of the collectives below, None for torch's default group
+        self._begun: dict[str, int] = {}  # what `begun` had counted when the first step began
 
     @property
     def is_rank0(self) -> bool:
@@ -105,6 +111,27 @@ class Group:
         self.watch.end()
         return failure
 
+    def begun(self) -> dict[str, int]:
+        """Return how many collectives this rank has begun, by process group and backend. Ranks run the same program, so
+        a rank that has begun fewer than the others keeps them waiting.
+
+        gloo also counts messages between two ranks, which differ between ranks. rankup sends such messages before the
+        first step, or in a group that is left out here."""
+        found: dict[str, int] = {}
+        if dist.is_initialized():
+            for group in [*dist.distributed_c10d._world.pg_map]:
+                for device in group._device_types if group.group_desc != MESSAGES else ():
+                    backend = group._get_backend(device)
+                    name = f"{group.group_name[-8:]}/{backend.name()}"
+                    count: int = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
+                    found[name] = count - self._begun.get(name, 0)
+        return found
+
+    def count_anew(self) -> None:
+        """Let `begun` count from now on. All ranks call this at the same place of the program."""
+        self._begun = {}
+        self._begun = self.begun()
+
     # Collectives ------------------------------------------------------------------------------------------------
 
     def collective(self, call: Callable[[], T]) -> T:
@@ -123,13 +150,13 @@ class Group:
         if self.world_size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.int32)
-        self.collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
+        self.collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.own))
         return int(tensor.item())
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a host tensor over all ranks, in place, and return it. Its shape must be the same on all ranks."""
         if self.world_size > 1:
-            self.collective(lambda: dist.all_reduce(tensor))
+            self.collective(lambda: dist.all_reduce(tensor, group=self.own))
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -143,7 +170,7 @@ class Group:
         longest = self.max(len(data))  # all-gather needs parts of equal size
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)  # torch warns about read-only bytes
-        self.collective(lambda: dist.all_gather(parts, own))
+        self.collective(lambda: dist.all_gather(parts, own, group=self.own))
         return [json.loads(part.numpy().tobytes()) for part in parts]  # JSON ignores the spaces at the end
 
     def gather_tensors(self, value: Any) -> list[Any]:
@@ -169,12 +196,12 @@ class Group:
         if self.world_size == 1:
             return data
         size = torch.tensor(len(data))
-        self.collective(lambda: dist.broadcast(size, src=source))
+        self.collective(lambda: dist.broadcast(size, src=source, group=self.own))
         if not size:
             return b""
         content = bytearray(data if self.rank == source else int(size))
         tensor = torch.frombuffer(content, dtype=torch.uint8)
-        self.collective(lambda: dist.broadcast(tensor, src=source))
+        self.collective(lambda: dist.broadcast(tensor, src=source, group=self.own))
         return bytes(content)
 
     def must_match(self, what: str, value: str, *, remedy: str) -> None:
@@ -188,6 +215,31 @@ class Group:
                     f"rank {rank} ({self.hosts[rank]}). {remedy}",
                     printed_elsewhere=not self.is_rank0,
                 )
+
+    def end_pass(self, count: int) -> None:
+        """Raise UserError unless this pass over a loader ends after `count` batches on all ranks. All ranks call this.
+
+        A rank with more batches may never come here: it may wait for this rank in an exchange of gradients.
+        """
+        self.record.passes += 1
+        if self.world_size == 1:
+            return
+        both, look_s = torch.tensor([count, -count]), time.monotonic() + UNEVEN_S
+        work = dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.own, async_op=True)
+        self.record.waiting = True
+        while not work.is_completed():
+            time.sleep(STOP_S)
+            if time.monotonic() > look_s:
+                for row in self.watch.heartbeats():
+                    if row["batches"] > self.record.batches and row["passes"] < self.record.passes:
+                        ended = f"{count} on rank {self.rank} ({self.hosts[self.rank]})"
+                        raise UserError(f"{EVEN} {ended}, while rank {row['rank']} ({row['host']}) goes on. {EVEN_OUT}")
+                look_s = time.monotonic() + UNEVEN_S
+        work.wait()  # raises if another rank was lost
+        self.record.waiting = False
+        if both[0] != -both[1]:
+            counts = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(self.gather(count)))
+            raise UserError(f"{EVEN} {counts}. {EVEN_OUT}", printed_elsewhere=not self.is_rank0)
 
     def on_rank0(self, work: Callable[[], Any], *, source: int = 0) -> Any:
         """Call `work` on rank `source`, and return its result on all ranks, see `broadcast`. All ranks call this.

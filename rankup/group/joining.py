@@ -143,7 +143,12 @@ def form(group: Group, commit: Mapping[str, Any], listener: socket.socket | None
             )
             # The barrier uses every gloo connection that a step uses. gloo accepts any process that sends the number of
             # the peer it expects. If a stranger has taken a peer's place that way, fail here and not in a step
-            dist.barrier() if group.backend == "gloo" else group.barrier()
+            if group.backend == "gloo":
+                dist.barrier()
+                # If a rank leaves its loop while others exchange gradients, gloo would mix their collectives, or abort
+                group.own = dist.new_group(backend="gloo")
+            group.barrier()
+            group.watch.begun = group.begun
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")
         suspects = group.watch.suspects()

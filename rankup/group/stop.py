@@ -219,8 +219,9 @@ def _stacks() -> str:
 THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*most recent call first.*\n((?:  .*\n)*)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 # What to call the work of a thread in a library, by the end of the file's path; "" stands for the function's name
+COLLECTIVES = "torch/distributed/distributed_c10d.py"
 KNOWN = {
-    "torch/distributed/distributed_c10d.py": "",  # all_reduce, barrier, init_process_group
+    COLLECTIVES: "",  # all_reduce, barrier, init_process_group
     "parallel/shared_gradients.py": "all_reduce",
     "torch/utils/data/dataloader.py": "data: next of a DataLoader",
     "torch/serialization.py": "",  # save, load
@@ -259,8 +260,8 @@ def _location_in(stack: list[tuple[str, str, str]]) -> str:
     return f"{KNOWN[known[0][0]] or name} ({where})"
 
 
-def own_location() -> str:
-    """Return where the main thread of this process is now.
+def own_location() -> tuple[str, bool]:
+    """Return where the main thread of this process is now, and whether it waits in a call of torch.distributed.
 
     This does not use faulthandler, which walks all threads without a lock: in Python 3.11 it may meet a thread that C++
     code is just adding. Garbage collection is off meanwhile: in Python 3.11 a collection may let the main thread run
@@ -276,7 +277,7 @@ def own_location() -> str:
     finally:
         if collects:
             gc.enable()
-    return _location_in(stack)
+    return _location_in(stack), bool(stack) and stack[0][0].endswith(COLLECTIVES)
 
 
 def in_phase(phase: str, step: int) -> str:

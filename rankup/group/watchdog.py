@@ -20,7 +20,7 @@ from rankup.agent.logs import host_name
 from rankup.agent.processes import leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, NO_STOP, Record
-from rankup.errors import FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
+from rankup.errors import FAULT, FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
 from rankup.group.stop import StopRequest, compare, dump, in_phase, own_location
 
 
@@ -50,11 +50,14 @@ class Watchdog:
         self.nodes: list[dict[str, Any]] = []
         # Called before this rank ends because of a deadline or a lost peer. It returns the exit code
         self.leaving: Callable[[PeerLost], int] = lambda loss: loss.code
+        # Returns by process group how many collectives this rank has begun, see `Group.begun`
+        self.begun: Callable[[], Mapping[str, int]] = dict
         self.quiet = False  # all ranks have finished: a rank that leaves now is no loss
         self._line: Any = None  # an AgentLine or a MemberLine, once the ranks have met
         self._lost: Mapping[str, Any] = {}  # the first message about a loss
         self._heard, self._answered = threading.Event(), threading.Event()  # set by a loss; set by the answer to `_ask`
         self._heartbeats: list[dict[str, Any]] = []
+        self._deadlock = ""  # how all ranks wait for each other at different places of the program
         self._leaving: int | None = None  # the exit code, once the main thread has failed and is about to exit
         self._saving: Any = None  # a `Saving` of `rankup.loop.saving`
         self._saving_timeout_s = 0.0
@@ -76,11 +79,18 @@ class Watchdog:
     def heartbeats(self) -> list[dict[str, Any]]:
         """Return each rank's last heartbeat, ordered by rank: what `Record.heartbeat` returns, `host`, and `seen`, a
         time of `time.time()`. If no answer comes, they are older. Don't call this in the thread of `on_message`."""
-        self.record.beat(self._location())
-        own = {**self.record.read().heartbeat(), "host": host_name(), "seen": time.time()}
         self._ask(timing.WHERE_S)
+        return self._newest()
+
+    def _newest(self) -> list[dict[str, Any]]:
+        """Return this rank's place now, and the other ranks' of the last answer, as `heartbeats` does."""
+        self._beat()
+        own = {**self.record.read().heartbeat(), "host": host_name(), "seen": time.time()}
         others = [heartbeat for heartbeat in self._heartbeats if heartbeat["rank"] != self.rank]
-        return sorted([own, *others], key=lambda heartbeat: int(heartbeat["rank"]))
+        found = sorted([own, *others], key=lambda heartbeat: int(heartbeat["rank"]))
+        for row, ahead in zip(found, who_is_ahead([row.get("begun", {}) for row in found]), strict=True):
+            row["waiting"] |= ahead
+        return found
 
     def _ask(self, timeout_s: float) -> bool:
         """Ask through the line where all ranks are. Returns whether the answer came in time."""
@@ -187,7 +197,7 @@ class Watchdog:
         if self.stop.watch is None:  # `end` was called after the record was read
             set_hard_deadline(NO_LIMIT)
         if now_s - self._located_s > timing.ALIVE_S:
-            self.record.beat(self._location())
+            self._beat()
             self._located_s = now_s
         overdue = now.until_s < now_s
         if overdue and self._leaving is not None:
@@ -213,7 +223,8 @@ class Watchdog:
         if self.quiet:
             return math.inf
         now = self.record.read()
-        waiting = now.waiting or now.phase == "join"
+        location, in_collective = own_location()  # a backward pass waits for other ranks, or soon will
+        waiting = now.waiting or now.phase == "join" or in_collective or location.startswith("backward")
         # If the lost rank was killed, is unreachable, or is alive but late, a collective with it may never end
         gone = self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
         if gone or self._lost.get("alive"):
@@ -273,20 +284,23 @@ class Watchdog:
         lines = ["; ".join(compare(locations))] if locations else []
         return [*lines, f"the stacks of all threads are in {file}"] if file else lines
 
-    def _location(self) -> str:
-        """Return where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""
-        now = self.record.read()
-        return own_location() + in_phase(now.phase, now.step)
+    def _beat(self) -> None:
+        """Write a heartbeat. The location is "all_reduce (loop.py:213 step) of step 413"."""
+        now, (location, waits) = self.record.read(), own_location()
+        self.record.beat(location + in_phase(now.phase, now.step), blocked=waits, begun=self.begun())
 
     def loss(self, suspects: list[Suspect], what: str = "", *, code: int = PEER_LOST) -> PeerLost:
         """Return the error for a loss, which the caller raises. `suspects`: the likeliest first. `what`: what happened,
         by default the loss of a peer. `code`: the exit code, unless the first suspect's forbids a restart."""
         what = what or f"lost a peer at step {self.record.step}"
+        if self._deadlock:  # no restart helps
+            return PeerLost(f"{what}: {self._deadlock}", code=FAULT, nobody_died=True)
         root = root_cause([*(suspect.code for suspect in suspects[:1] if suspect.code is not None), code])
+        on_one_host = len({self.hosts[suspect.rank] for suspect in suspects}) == 1  # if not, any host may be at fault
         return PeerLost(
             what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}",
             code=code if worth_restarting(root) else root,
-            suspect=suspects[0].rank if suspects else None,
+            suspect=suspects[0].rank if on_one_host else None,
             nobody_died=all(suspect.alive for suspect in suspects),
         )
 
@@ -298,18 +312,20 @@ class Watchdog:
             return []
         if not overdue:
             self._heard.wait(timing.CAUSE_S)
-        waiting = self.record.waiting
         late = self._late() if not self._lost else []
         if not (lost := self._lost):  # read again: a report may have come meanwhile, which says more
-            return late or ([] if waiting else [Suspect(self.rank, "the others wait for it", alive=True)])
-        if lost["is"] == "gone" and overdue and not waiting:
+            return late
+        if lost["is"] == "gone" and overdue and not any(
+            row["waiting"] for row in self._newest() if row["rank"] == self.rank
+        ):
             # This rank itself takes too long: the ranks that waited for it have left, and rank 0 was one of them
             return [Suspect(self.rank, "the others have left", alive=True)]
         alive = bool(lost.get("alive"))
         return [Suspect(rank, lost["why"], code=lost.get("code"), alive=alive) for rank in lost.get("ranks", [0])]
 
     def _late(self) -> list[Suspect]:
-        """Return the suspects if no process has ended: the silent ranks, or else the ranks that wait for no other."""
+        """Return the suspects if no process has ended: the silent ranks, or else the ranks that wait for no other. If
+        there are none although ranks have begun different collectives, set `_deadlock`."""
         asked_s = time.monotonic()
         while True:
             waited_s = time.monotonic() - asked_s  # before the question, because the delay of the answer is unknown
@@ -320,9 +336,17 @@ class Watchdog:
             silent = [heartbeat for heartbeat in heartbeats if heartbeat["ago_s"] > waited_s]
             if not silent or waited_s > timing.QUIET_S or self._heard.wait(timing.ALIVE_S):
                 break
-        return [Suspect(heartbeat["rank"], "sent no heartbeat") for heartbeat in silent] or [
-            Suspect(heartbeat["rank"], f"is alive, in {heartbeat['phase']} at step {heartbeat['step']}", alive=True)
-            for heartbeat in heartbeats if not heartbeat["waiting"]
+        if silent:
+            return [Suspect(heartbeat["rank"], "sent no heartbeat") for heartbeat in silent]
+        found = self._newest()
+        late = [row for row in found if not row["waiting"]]
+        if not late and any(who_is_ahead([row["begun"] for row in found])):
+            where = "; ".join(compare({row["rank"]: row["location"] for row in found}))
+            self._deadlock = f"the ranks wait for each other at different places of the program: {where}"
+        if [row["rank"] for row in late] == [self.rank]:
+            return [Suspect(self.rank, "the others wait for it", alive=True)]
+        return [
+            Suspect(row["rank"], f"is alive, in {row['phase']} at step {row['step']}", alive=True) for row in late
         ]
 
     def _rescue(self) -> None:
@@ -333,6 +357,16 @@ class Watchdog:
                 self.record.extend(self._saving_timeout_s + timing.LEAVING_S)
                 within(self._saving_timeout_s, saving.rescue)
                 self.record.extend(timing.LEAVING_S)
+
+
+def who_is_ahead(begun: Sequence[Mapping[str, int]]) -> list[bool]:
+    """Return for each rank whether it has begun a collective that another rank has not begun, and so waits for that
+    rank or soon will. `begun`: the number of collectives that each rank has begun, by process group."""
+    least: dict[str, int] = {}
+    for counts in begun:
+        for name, count in counts.items():
+            least[name] = min(count, least.get(name, count))
+    return [any(count > least[name] for name, count in counts.items()) for counts in begun]
 
 
 def describe(suspects: list[Suspect], hosts: Sequence[str]) -> str:

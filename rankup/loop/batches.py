@@ -57,10 +57,11 @@ class Source:
 
     `replays`: whether a resume skips the batches of earlier steps; False if their order does not matter. `stateful`:
     whether copies hold the loader's own state, as of torchdata's StatefulDataLoader. `fingerprint`: a digest of the
-    newest order, which must be equal on all ranks, or "" if ranks may differ.
+    newest order, which must be equal on all ranks, or "" if ranks may differ. `uneven`: whether ranks may get different
+    numbers of batches, because each rank reads a loader of its own.
     """
 
-    fingerprint = ""
+    fingerprint, uneven = "", True
 
     def __init__(self, loader: Any, rank: int, *, device: torch.device, replays: bool = True) -> None:
         self.loader, self.rank, self.device, self.replays = loader, rank, device, replays
@@ -99,6 +100,7 @@ class Split(Source):
     def __init__(self, loader: Any, rank: int, world_size: int, *, device: torch.device) -> None:
         super().__init__(loader, rank, device=device)
         self.stateful = False  # a resume draws the order again
+        self.uneven = splits(loader)
         self._share = (0, 1) if splits(loader) else (rank, world_size)
         self._rank_loader, self._checked = _RankLoader(loader), False
 
@@ -341,7 +343,7 @@ class Batches:
             group.must_match("batches: the order of the samples", order, remedy=(
                 "A sampler must draw the same order on all ranks, or split the data as DistributedSampler does."
             ))
-        position, streams = job.position, loop.streams
+        position, streams, record = job.position, loop.streams, group.record
         loop.running.append(self)
         try:
             while True:
@@ -353,11 +355,14 @@ class Batches:
                 found = next(pairs, None)
                 waited(clock.has_batch())
                 if found is None:
+                    if source.uneven:
+                        group.end_pass(streams[number])
                     job.reseed_outside(number + 1)
                     return streams[number] != skip or not skip
                 batch, self._weight = found
                 loop.weight = loop.batch_weight = self._weight
                 loop.fetched += 1
+                record.batches += 1
                 streams[number] += 1
                 job.reseed()
                 step = position.step

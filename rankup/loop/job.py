@@ -309,6 +309,7 @@ class Job:
         group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         group.stop.finish_step_first = True
         self.agreement.begin(step)
+        group.count_anew()
         self.reseed()
         self.enter_step()
 
@@ -345,10 +346,8 @@ class Job:
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Wrap the backward pass of `loss` in this block if `job.track` gets no DDP module. Otherwise the time for
         which this rank waits for others in that pass counts as computation, and may make this rank look slow."""
-        self.group.record.waiting = True
         self.clock.split_backward(loss)
         yield
-        self.group.record.waiting = False
         self.clock.mark(WAITING)
 
     # Outside of steps -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rankup.agent.processes import memory_available
 from rankup.errors import UserError, reason
-from rankup.group.group import Group
+from rankup.group.group import MESSAGES, Group
 from rankup.places.files import discard, read_json, remove_unfinished
 from rankup.state import copies
 from rankup.state.choice import Candidate
@@ -118,7 +118,7 @@ class Parts:
         group = self.group
         peers = [peer_of(rank, known) for rank in range(group.world_size)]
         if self._link is None and any(peer is not None for peer in peers):
-            self._link = dist.new_group(backend="gloo")
+            self._link = dist.new_group(backend="gloo", group_desc=MESSAGES)
         self._peer = peers[group.rank]
         held = [rank for rank, peer in enumerate(peers) if group.rank in (rank, peer)]
         here = sum(node == known[group.rank][0] for node, _, _ in known)

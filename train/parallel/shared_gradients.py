@@ -30,12 +30,12 @@ class SharedGradients:
     """Memory shared by two ranks. Each rank owns two parts, and writes to them in turn: while it fills one, the other
     rank may still read its previous part. `waited_s`: how long this rank has waited for the other rank."""
 
-    def __init__(self, *, own: int, other: int, signals: int, peer: int) -> None:
+    def __init__(self, group: Group, *, own: int, other: int, signals: int, peer: int) -> None:
         """File descriptors. `own`, `other`: the memory of this rank and of the other rank. `signals`: the pipe that
         this rank reads. `peer`: the pipe that the other rank reads."""
         self.own, self.other = _mapped(own), _mapped(other)
         self.signals, self.peer = signals, FileIO(peer, "w")
-        self.turn, self.waited_s = 0, 0.0
+        self.turn, self.waited_s, self._record = 0, 0.0, group.record
         # A pipe ends when its last writer has closed it, so forked DataLoader workers close it. They close the FileIO,
         # not its number: FileIO closes once, and in a worker's children the number may belong to another file
         os.register_at_fork(after_in_child=self.peer.close)
@@ -43,7 +43,7 @@ class SharedGradients:
     def meet(self) -> None:
         """Wait until the other rank calls this too. If it has ended, raise DistNetworkError, as torch's collectives
         do: rankup recognises a lost peer by this error."""
-        began_s = time.perf_counter()
+        began_s, self._record.waiting = time.perf_counter(), True
         try:
             with record_function("c10d::shared"):  # torch's profiler counts this name as communication
                 self.peer.write(b"!")
@@ -51,6 +51,7 @@ class SharedGradients:
                     raise ConnectionResetError("closed by peer")
         except OSError as error:
             raise dist.DistNetworkError(f"lost a rank of this host: {error}") from None
+        self._record.waiting = False
         self.waited_s += time.perf_counter() - began_s
 
 
@@ -95,4 +96,4 @@ def share_gradients(group: Group) -> SharedGradients | None:
             os.close(file)
         return None
     os.close(writer)  # only the other rank keeps it open now: this rank sees the end of the pipe when that rank ends
-    return SharedGradients(own=own, other=opened[0], signals=signals, peer=opened[1])
+    return SharedGradients(group, own=own, other=opened[0], signals=signals, peer=opened[1])
