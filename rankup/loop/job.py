@@ -169,6 +169,7 @@ class Job:
         if self._step.inside:  # changes inside the block belong to no finished step yet
             raise UserError("save: it must be called outside job.step and job.change, got a call inside. Move it down.")
         self.begin()
+        self.reporting.check_logged(self.loop.logged)
         if self.saving.save(wait=wait):
             self.enter_step()
 
@@ -362,10 +363,12 @@ class Job:
     def log(self, **values: Any) -> None:
         """Write the results of an evaluation at this step as `eval/<name>` to `metrics.jsonl` and TensorBoard.
 
-        `values`: numbers or scalar tensors. Only rank 0's values are written, but all ranks may call this. Raises
+        `values`: numbers or scalar tensors. All ranks call this, and only rank 0's values are written. If some ranks
+        did not call this, all ranks raise UserError at the next save, or at the next step that `job.step` logs. Raises
         UserError if the disk is full.
         """
         self.begin()
+        self.loop.logged += 1
         position = self.position
         earlier = (position.metrics or {}) if position.evaluated == position.step else {}
         own = {name: number_of(value) for name, value in values.items()}

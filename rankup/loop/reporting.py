@@ -34,7 +34,7 @@ class LoopState:
     passes that this attempt has begun, by number. `left`: for the copy's other passes, the loaders' states in the copy.
     `running`: the loops over batches or steps that have not ended. `fetched`: batches since the last commit. `weight`:
     `job.weight`. `batch_weight`: the weight of the newest batch of `job.batches`, for `weight` after an evaluation.
-    `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds.
+    `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds. `logged`: calls of `job.log`.
     """
 
     def __init__(self, position: Position, states: list[Any]) -> None:
@@ -45,7 +45,7 @@ class LoopState:
         self.left = {n: states[n] if n < len(states) else None for n in range(len(self.streams))}
         self.running: list[Any] = []
         self.fetched, self.weight, self.batch_weight, self.weight_asked = 0, 1.0, 1.0, False
-        self.changes_to_repeat = position.changes
+        self.changes_to_repeat, self.logged = position.changes, 0
 
     def begin_epoch(self) -> None:
         self.epoch += 1
@@ -156,19 +156,30 @@ class Reporting:
             self._tracker.end("finished" if kind is None else "stopped" if stopped else "failed")
         self.metrics.close()  # TensorBoard's writer keeps up to two minutes of values in memory
 
-    def line(self, number: int, values: dict[str, Any], *, weight: float) -> dict[str, Any]:
+    def line(self, number: int, values: dict[str, Any], *, weight: float, logged: int) -> dict[str, Any]:
         """Return the training line of step `number` on all ranks. All ranks call this.
 
         It is made before the step is finished, so that an attempt that resumes from any rank's state can write it.
-        `values`: see `Job.step`. `weight`: `Job.weight`.
+        `values`: see `Job.step`. `weight`: `Job.weight`. `logged`: this rank's calls of `job.log`.
         """
         own = [number_of(value) for value in values.values()]  # waits for the device
         if not self._reports.load:
             self._reports.load = self.group.gather(weight)
-        means = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
+        own += [logged, logged**2]
+        *means, mean, of_squares = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
+        if of_squares != mean**2:  # on all ranks, if any two numbers differ
+            self.check_logged(logged)
         named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
         per_s = speed(self.group, self.progress, number)
         return entry(number, {**named, f"train/{self.progress.unit}_per_s": per_s})
+
+    def check_logged(self, logged: int) -> None:
+        """Raise UserError on every rank if some ranks have called `job.log` more often than others. Each copy holds the
+        newest evaluation. `logged`: this rank's number of calls."""
+        if self.group.world_size > 1:
+            self.group.must_match("log: the number of calls of job.log", str(logged), remedy=(
+                "Call it on all ranks, also if only rank 0 has the values: rank 0 alone writes them."
+            ))
 
     def result(self, **values: Any) -> dict[str, Any]:
         """Write `result.json` of a finished run, with the usual fields and `values`, and return all of it. Rank 0 only.

@@ -32,9 +32,9 @@ class Position:
         return cls(**{each.name: record[each.name] for each in fields(cls)}) if record else cls()
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
+    def key(self) -> tuple[int, int, int]:
         """A key that is equal for two copies of a run if they hold the same state."""
-        return self.step, self.epoch, self.changes, self.evaluated
+        return self.step, self.epoch, self.changes
 
 
 class Metrics:
@@ -133,9 +133,9 @@ def newest_entries(progress: Position) -> list[dict[str, Any]]:
 def cut_after(
     path: Path, step: int, evaluated: int, *, since: int = 0, check_owner: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """Cut the file before its first training line after `step`, or its first evaluation line after step `evaluated`. A
-    killed attempt wrote such lines past the state from which the run resumes, and those steps are done again. A damaged
-    line, as a kill or a power cut leaves one, is cut with all that follows.
+    """Cut the file before its first line after `step`, or before its evaluation line of `step` unless that evaluation
+    is in the state (`evaluated`). A killed attempt wrote such lines past the state from which the run resumes, and that
+    work is done again. A damaged line, as a kill or a power cut leaves one, is cut with all that follows.
 
     The file is read backwards up to the first line of a step before `since`. Reading all of it would delay the restart
     of a long run. Return the kept entries after that line. Raises OSError.
@@ -155,7 +155,7 @@ def cut_after(
         check_owner()  # after the open: a later owner works on a new file, see `rankup.places.lease`
         kept = []
         for begin, entry in reversed(newer):
-            if entry is None or entry["step"] > (evaluated if is_evaluation(entry) else step):
+            if entry is None or entry["step"] > (max(evaluated, step - 1) if is_evaluation(entry) else step):
                 file.truncate(begin)
                 break
             kept.append(entry)

@@ -152,6 +152,16 @@ def test_metrics_are_cut_at_a_damaged_line(tmp_path: Path) -> None:
     assert path.read_text() == "".join(lines[:2])
 
 
+@pytest.mark.parametrize(("evaluated", "kept"), [(8, 4), (4, 3), (0, 3)])
+def test_evaluation_of_an_earlier_step_is_kept(tmp_path: Path, evaluated: int, kept: int) -> None:
+    """Also if the state that resumes does not know it. The evaluation of the newest step is done again."""
+    lines = [made_up_line(step, kind) for step in (4, 8) for kind in ("train", "eval")]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join([*lines, made_up_line(9, "train")]))
+    assert len(cut_after(path, 8, evaluated)) == kept
+    assert path.read_text() == "".join(lines[:kept])
+
+
 def made_up_line(step: int, kind: str) -> str:
     return json.dumps({"step": step, "time": 1.0, f"{kind}/loss": 1 / step}) + "\n"
 
