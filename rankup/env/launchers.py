@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from rankup.errors import UserError
 
 WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
+# An Indexed Job with more pods than its manifest says in WORLD_SIZE
+OF_A_JOB = "The manifest has the number of pods twice: set WORLD_SIZE to `completions`, as in k8s/job.yaml."
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = "torchrun -m train.main train ..."
 # From this step number on, Slurm counts special steps, such as the batch shell and salloc's shell. They are not ranks
@@ -60,13 +62,15 @@ def adopt(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
     return None
 
 
-def count(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = 10**18) -> int | None:
+def count(
+    environ: Mapping[str, str], name: str, *, least: int = 0, most: int = 10**18, hint: str = WHO_SETS_THEM
+) -> int | None:
     """Return the number in a variable, or None if it is empty. Raises UserError for other text and out of bounds."""
     if not (text := environ.get(name)):
         return None
     if not re.fullmatch(r"[0-9]{1,18}", text) or not least <= int(text) <= most:
         rule = f"from {least} to {most}" if most < 10**18 else f">= {least}"
-        raise UserError(f"{name} must be a whole number {rule}, got {text!r}. {WHO_SETS_THEM}")
+        raise UserError(f"{name} must be a whole number {rule}, got {text!r}. {hint}")
     return int(text)
 
 

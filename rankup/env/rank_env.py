@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rankup.env import launchers
-from rankup.env.launchers import FIVE, WHO_SETS_THEM, count
+from rankup.env.launchers import FIVE, OF_A_JOB, WHO_SETS_THEM, count
 from rankup.errors import UserError
 
 T = TypeVar("T")
@@ -66,7 +66,8 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
         values = {**given, **derived, **where}
     else:  # a part of the five does not mean a single process: `_checked` names what is missing
         launcher, values = "environment" if given else "python", given
-    more = _checked(values) if launcher != "python" else {}
+    in_job = values.get("RANK") == environ.get("JOB_COMPLETION_INDEX")
+    more = _checked(values, hint=OF_A_JOB if in_job else WHO_SETS_THEM) if launcher != "python" else {}
     more["start"] = environ.get("RANKUP_START", "")  # in containers, which the engine restarts by itself
     if agent := json.loads(environ.get("RANKUP_AGENT", "null")):
         job, restarts = agent["commit"]["job"], agent["commit"]["restarts"]
@@ -85,8 +86,9 @@ def _run_name(environ: Mapping[str, str]) -> str | None:
     return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
 
 
-def _checked(values: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of RankEnv. Raises UserError for missing and for impossible values."""
+def _checked(values: Mapping[str, str], *, hint: str) -> dict[str, Any]:
+    """Return the fields of RankEnv. Raises UserError for missing and for impossible values. `hint`: the way out if RANK
+    does not fit WORLD_SIZE."""
     meets = () if values.get("RANKUP_FILE") else ("MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in ("RANK", "WORLD_SIZE", *meets) if not values.get(name)]:
         raise UserError(
@@ -99,7 +101,7 @@ def _checked(values: Mapping[str, str]) -> dict[str, Any]:
         raise UserError(f"MASTER_ADDR must be a host name or an address, without a port, got {address!r}.")
     world_size = count(values, "WORLD_SIZE", least=1) or 1
     return {
-        "rank": count(values, "RANK", most=world_size - 1), "world_size": world_size,
+        "rank": count(values, "RANK", most=world_size - 1, hint=hint), "world_size": world_size,
         # torchrun sets LOCAL_RANK per process; PyTorchJob, which sets RANK per pod, does not
         "local_rank": count(values, "LOCAL_RANK") or 0,
         "local_world_size": count(values, "LOCAL_WORLD_SIZE", least=1), "master_addr": address,

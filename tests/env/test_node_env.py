@@ -88,6 +88,8 @@ def test_agent_counts_the_ranks_of_all_agents_on_its_machine(given: Env, nproc: 
     (HOROVOD, {}, "a rank of horovodrun"),
     ({"PMI_SIZE": "2"}, {}, "PMI_SIZE=2 but RANK is not set"),
     ({"JOB_COMPLETION_INDEX": "0"}, {}, "JOB_COMPLETION_INDEX=0 but WORLD_SIZE is not set"),
+    ({"JOB_COMPLETION_INDEX": "2", "RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, {},
+     "RANK must be a whole number from 0 to 1, got '2'. The manifest has the number of pods twice"),
 ])
 def test_agent_that_would_train_alone_or_twice_is_refused(env: Env, options: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said) as refused:

@@ -63,6 +63,24 @@ def test_launch_file_says_what_it_is_how_to_run_it_and_what_to_edit(path: Path) 
 
 
 @engine
+def test_compose_takes_folders_by_their_plain_names() -> None:
+    mounts = config(RUNS="out", CODE="mine")["services"]["node1"]["volumes"]
+    assert {each["target"]: (each["type"], each["source"]) for each in mounts} == {
+        "/app/runs": ("bind", str(ROOT / "out")), "/code": ("bind", str(ROOT / "mine"))
+    }
+
+
+@engine
+def test_compose_does_not_build_rankup_under_the_name_of_another_image() -> None:
+    words = ["docker", *COMPOSE, "--project-name", "rankup-none", "up", "--no-color", "prepare"]
+    env = {**os.environ, "IMAGE": "rankup-none:1", "RUNS": "/tmp"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "IMAGE-names-no-image-here" in done.stdout + done.stderr
+    assert docker("images", "-q", "rankup-none:1") == ""
+
+
+@engine
 @pytest.mark.parametrize("more", [[], MORE], ids=["alone", "with all others"])
 def test_compose_accepts_the_files(more: list[str]) -> None:
     services = config(*more)["services"]

@@ -42,7 +42,7 @@ def test_k8s_job_with_killed_and_stopped_pods_has_the_undisturbed_digest(
     resumed(1)  # in the same pod
     assert "rank 0 on rankup-master-0 ended with 137" in cluster.log(0)
     # As `kubectl exec` would run it
-    stands = docker("exec", cluster.container(0), "python", "-m", "rankup", "status", "job")
+    stands = docker("exec", cluster.container(0), "rankup", "status", "job")
     assert "state    running" in stands
     assert "rank  host" in stands
     cluster.hit(1, signal.SIGKILL)

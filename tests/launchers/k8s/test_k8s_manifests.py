@@ -22,6 +22,18 @@ def test_k8s_page_builds_own_images_on_the_image_of_this_version() -> None:
     assert f"FROM {IMAGE}\n" in (K8S / "README.md").read_text()
 
 
+def test_k8s_commands_of_the_page_wait_for_the_container_before_they_follow_its_log() -> None:
+    """`kubectl logs -f` fails while a pod pulls its image, so a block of commands that is pasted waits first."""
+    blocks = re.findall(r"(?ms)^```sh\n(.*?)^```", (K8S / "README.md").read_text())
+    pasted = [block.splitlines() for block in blocks if " apply " in block and " logs -f" in block]
+    assert len(pasted) == 2
+    for apply, wait, logs in pasted:
+        kind = wait.rpartition(" ")[2].partition("/")[0]
+        assert apply == f"kubectl apply -f k8s/volume.yaml -f k8s/{kind}.yaml"
+        assert wait.startswith("kubectl wait --for ")
+        assert logs.startswith("kubectl logs -f ")
+
+
 def test_k8s_job_has_one_number_of_pods_and_a_service_for_their_names() -> None:
     job = one("job.yaml", "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
