@@ -34,6 +34,10 @@ from rankup.state.second_place import fetched
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
 log = logging.getLogger("rankup")
+HASHES = (
+    "PYTHONHASHSEED is not set: a set of texts has another order on each rank and after each start. If numbers come "
+    "from that order, such as those of classes, sort it, or start with PYTHONHASHSEED=0, as rankup launch does"
+)
 
 
 def init(
@@ -96,8 +100,16 @@ def init(
     job = handler.stack.enter_context(open_job(group, settings))
     job._exit_handler, handler.job = handler, job
     seed_everything(derive_seed(seed), group.device)
+    if hashes_are_random() and (group.world_size > 1 or job.run.newest is not None):
+        group.log.info(HASHES)
     group.watch.enter("setup", setup_timeout_s)
     return job
+
+
+def hashes_are_random() -> bool:
+    """Return whether a set of texts has another order in each process. `launch` sets PYTHONHASHSEED for its ranks; here
+    it is too late, because Python reads the variable only when it starts."""
+    return bool(sys.flags.hash_randomization) and os.environ.get("PYTHONHASHSEED", "") in ("", "random")
 
 
 def _place_of(run: str) -> tuple[Path, str]:

@@ -27,6 +27,9 @@ from rankup.errors import FAULT, FINISHED, PEER_LOST
 
 log = logging.getLogger("rankup")
 
+# By default each Python orders sets of texts differently, so class numbers that come from a set would differ after a
+# restart of all nodes, or even between nodes. Python reads the variable only when it starts
+HASH_SEED = {"PYTHONHASHSEED": "0"}
 ALONE = (
     "%s: no rank met another one: each of the %d ranks did the whole work alone, unless it took its part by RANK. To "
     "train together the script must call rankup.init or torch.distributed.init_process_group, or use a library that "
@@ -127,7 +130,7 @@ class Ranks:
         """Start the fork server early, so that it imports torch while the agents meet."""
         fork, (preload, folder) = self.knows_us and self.options.fork, self.script.own_imports()
         # torch reads the number of threads when it is imported, so the forked ranks have the server's
-        env = {"OMP_NUM_THREADS": str(self._num_threads), **os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        env = {**HASH_SEED, "OMP_NUM_THREADS": str(self._num_threads), **os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.server.start(self.script.safe_imports(), env=env, preload=preload, folder=folder, fork=fork)
 
     def _forget_server(self) -> None:
@@ -190,7 +193,8 @@ class Ranks:
         # PET_ variables are options of torchrun. A script that imports rankup may read our settings, like RANKUP_CACHE
         hidden = ("PET_", SECRET_FILE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        by_default = {
+        by_default: dict[str, Any] = {
+            **HASH_SEED,
             # torchrun always sets one thread, however many CPUs there are
             "OMP_NUM_THREADS": self._num_threads,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,

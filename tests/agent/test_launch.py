@@ -134,6 +134,21 @@ def test_rank_gets_torchruns_variables_arguments_and_folder(knows_us: bool, tmp_
     assert ours == ({"RANKUP_AGENT", "RANKUP_CACHE"} if knows_us else set())
 
 
+@pytest.mark.parametrize("how", ["plain", "forked", "--no-fork"])
+def test_order_of_a_set_is_the_same_on_all_ranks_and_after_each_start(how: str, tmp_path: Path) -> None:
+    """It numbers the classes in many scripts. The user's own PYTHONHASHSEED wins."""
+    text = "import rankup\n" * (how != "plain") + "print('order', list({f'class {n}' for n in range(20)}), flush=True)"
+    options = ["--no-fork"] if how == "--no-fork" else []
+    found = []
+    for given in (("-u", "PYTHONHASHSEED"), ("-u", "PYTHONHASHSEED"), ("PYTHONHASHSEED=7",)):
+        line = (sys.executable, "-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", *options)
+        with ended(start("env", *given, *line, write(tmp_path, text))) as job:
+            assert job.wait() == [0], job.output
+        found.append(set(re.findall(r"order .*", job.output)))
+    assert [len(orders) for orders in found] == [1, 1, 1]
+    assert found[0] == found[1] != found[2]
+
+
 def test_job_continues_when_nobody_reads_its_output(tmp_path: Path) -> None:
     text = "print('x' * 100, flush=True)\n" + WAITS + "print('y' * 100000, flush=True)\nif restart == 0: sys.exit(75)"
     with ended(launch(tmp_path, text, "--restart-on=75")) as job:

@@ -1,11 +1,13 @@
 """Which run `rankup.init` opens: the one it names, the one that `rankup launch` names, or one in an object store."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ended, start
 from tests.rigs.object_store import BUCKET, S3
 
 STEPS = """
@@ -51,6 +53,20 @@ def test_run_of_init_wins_over_launch_in_one_line(option: str, said: str, forks:
     output = forks.ends("launch", option, script(tmp_path, f"{name!r}"), cwds=[tmp_path])
     assert [line for line in output.splitlines() if "rankup.init says" in line] == ([said] if said else [])
     assert (tmp_path / name / "run.json").exists()
+
+
+@pytest.mark.parametrize(("hash_seed", "said"), [("random", [0, 1]), ("5", [0, 0])])
+def test_random_order_of_sets_is_said_where_it_matters(
+    hash_seed: str, said: list[int], tmp_path: Path
+) -> None:
+    """Without launch, Python's own start decides. A new run of one rank depends on no other process."""
+    line = (sys.executable, script(tmp_path))
+    found = []
+    for _ in said:
+        with ended(start(*line, env={"PYTHONHASHSEED": hash_seed}, cwd=tmp_path)) as job:
+            assert job.wait() == [0], job.output
+        found.append(job.output.count("PYTHONHASHSEED is not set: a set of texts has another order"))
+    assert found == said
 
 
 @pytest.mark.parametrize("by_launch", [False, True])

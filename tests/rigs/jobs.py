@@ -44,9 +44,9 @@ def free_port() -> int:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return a child's environment: no launcher's variables, one thread, warnings as errors."""
+    """Return a child's environment: no launcher's variables, one thread, one order of sets, warnings as errors."""
     clean = {k: v for k, v in os.environ.items() if not FOREIGN.match(k)}
-    clean |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHONPATH": str(ROOT)}
+    clean |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONWARNINGS": "error", "PYTHONPATH": str(ROOT)}
     return clean | dict(extra or {})
 
 
