@@ -15,8 +15,9 @@ import torch
 from rankup.errors import UserError, reason
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
+from rankup.loop.filling import KINDS, Filling, gathered
 from rankup.loop.reporting import FORMAT, VERSIONS, Reporting, Settings
-from rankup.loop.tracked import Tracked, gathered
+from rankup.loop.tracked import Tracked
 from rankup.observe.metrics import Position
 from rankup.state import copies, memory, tree
 from rankup.state.choice import PARTS
@@ -105,6 +106,7 @@ class Saving:
         self.commit_lock = CommitLock(position, group.device, alone=group.world_size == 1)
         self.about: dict[str, Any] = {}
         self.loader_states: list[Any] = []
+        self._filling = Filling()  # of the items that were restored so far
         self._place = f"{group.rank} of {group.world_size}"
         # Of the newest copy in rank 0's folder. The run may have resumed from a newer rescue, which is only in memory
         self._saved = Position.of(run.saved).key
@@ -128,19 +130,17 @@ class Saving:
                 f"track: {', '.join(missing)} must be in {newest.path}, got {', '.join(sorted(state))} there. "
                 + WAY_OUT
             )
-        for name in names:
-            try:
-                self.tracked.load({name: state[name]})
-            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                why = f"{name}: {' '.join(str(error).split())[:300]}"
-                raise UserError(f"{newest.path} does not fit this {why}. {WAY_OUT}") from None
+        try:
+            self.tracked.load({name: state[name] for name in (*names, KINDS) if name in state}, self._filling)
+        except ValueError as error:
+            raise UserError(f"{newest.path} does not fit this {error}. {WAY_OUT}") from None
 
     def begin(self) -> None:
         """Log from which copy the run resumes. Raises UserError if the copy has items that are not tracked."""
-        newest = self.run.newest
+        newest, self._filling = self.run.newest, Filling()  # frees the restored tensors
         if newest is None:
             return
-        if (left := {*newest.tracked} - {*self.tracked.items, LOADERS}) and self.tracked.items:
+        if (left := {*newest.tracked} - {*self.tracked.items, LOADERS, KINDS}) and self.tracked.items:
             raise UserError(
                 f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. {WAY_OUT}"
             )
@@ -166,7 +166,8 @@ class Saving:
         state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
-            state = CopyFiles(newest.path).read_into(self.tracked.state())
+            files = CopyFiles(newest.path)
+            state = files.read_into(self.tracked.state()) | files.read_all(KINDS)
         except Exception as error:  # raise later: the other ranks still read their parts, and then wait for this rank
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):
@@ -186,6 +187,7 @@ class Saving:
             state = self.tracked.state()
             if self.tracked.split and not run.saver.sharded:
                 state = self.group.collective(lambda: gathered(state))
+            state |= self.tracked.kinds()
             if self.loader_states:
                 every = self.group.gather_tensors(self.loader_states)
                 state[LOADERS] = {f"{rank} of {len(every)}": states for rank, states in enumerate(every)}
@@ -204,7 +206,7 @@ class Saving:
 
     def _own(self) -> dict[str, Any]:
         """Return what this rank holds of the last commit. Other ranks that resume from it count their own batches."""
-        state = self.tracked.state()
+        state = self.tracked.state() | self.tracked.kinds()
         if self.loader_states:
             state[LOADERS] = {self._place: self.loader_states}
         return state

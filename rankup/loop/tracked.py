@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from rankup.errors import UserError
-from rankup.state.tree import ITEM, TensorFile, encode
+from rankup.loop.filling import KINDS, Filling, gathered, kinds_of, laid_out, load_optimizer, mapped
+from rankup.state.tree import ITEM, TensorFile, encode, place_of
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own value: buffers up to this total size are sent as one
 CHECKS = 20  # only the first checks look at all objects: a mistake in a loop shows in every step
@@ -202,13 +203,26 @@ class Tracked:
         """Return what a copy holds, by name: the state of the last commit, unless a commit is under way. The tensors
         are live, not cloned. A DTensor is this rank's part, see `gathered`."""
         state = self._state_of(self.items)
-        for name, buffers in self._buffers.items():
-            state[name].update({key: value for key, value in buffers.items() if key in state[name]})
+        # By place, because a buffer may have several names: in a module that is registered twice, or in a dict
+        kept = {
+            place_of(buffer): self._buffers[name][path + key]
+            for name in self._buffers for path, held in self._holders[name] for key, buffer in held.items()
+            if buffer is not None and buffer.numel() and path + key in self._buffers[name]
+        }
+        for name, item in self.items.items() if kept else ():
+            if not isinstance(item, Optimizer | LRScheduler):
+                state[name] = mapped(state[name], lambda tensor: kept.get(place_of(tensor), tensor))
         state |= self._schedules
         for name, settings in self._settings.items():
             groups = zip(state[name]["param_groups"], settings, strict=True)
             state[name] = {**state[name], "param_groups": [{**kept, "params": live["params"]} for live, kept in groups]}
         return state
+
+    def kinds(self) -> dict[str, Any]:
+        """Return an item that a copy holds beside `state`, if any tensor needs it."""
+        items = {name: item for name, item in self.items.items() if isinstance(item, FILLED_IN_PLACE)}
+        found = {name: kinds for name, item in items.items() if (kinds := kinds_of(item))}
+        return {KINDS: found} if found else {}
 
     def whole(self, name: str) -> Any:
         """Return one item's state, all ranks together: live tensors, or if any is split, whole ones on rank 0 alone."""
@@ -235,30 +249,30 @@ class Tracked:
             for name, item in items.items()
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned for these names. Items that are split also accept whole tensors. If names or
-        shapes differ, raises RuntimeError, ValueError, KeyError, TypeError or AttributeError, as torch does."""
-        for name, values in state.items():
-            self._load(name, self.items[name], values)
+    def load(self, state: dict[str, Any], filling: Filling | None = None) -> None:
+        """Restore what `state` returned for these names. Items that are split also accept whole tensors. `filling`: of
+        earlier calls for the same copy. Raises ValueError if names, shapes or types differ."""
+        filling = filling or Filling()
+        kinds = state.get(KINDS, {})
+        for name in sorted(state.keys() - {KINDS}, key=lambda name: not isinstance(self.items[name], nn.Module)):
+            try:
+                self._load(name, self.items[name], state[name], filling, kinds.get(name, {}))
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:  # as torch does
+                raise ValueError(f"{name}: {' '.join(str(error).split())[:300]}") from error
         self.commit()
 
-    def _load(self, name: str, item: Any, values: Any) -> None:
+    def _load(self, name: str, item: Any, values: Any, filling: Filling, kinds: Any) -> None:
         if isinstance(item, nn.Module):
             values = _renamed(values, {bare: key for key, bare in self._names[name].items()})
             if self.split:
                 live = item.state_dict()
                 values = {key: laid_out(value, live.get(key)) for key, value in values.items()}
             item.load_state_dict(values)
+            filling.note(item, values)
         elif isinstance(item, Optimizer):
-            _load_optimizer(item, values)
-        elif isinstance(item, torch.Tensor):
-            with torch.no_grad():
-                item.copy_(values)
-        elif isinstance(item, dict | list):
-            if type(item) is not type(values):
-                raise ValueError(f"a {type(values).__name__}")
-            item.clear()
-            item.update(values) if isinstance(item, dict) else item.extend(values)
+            load_optimizer(item, values)
+        elif isinstance(item, FILLED_IN_PLACE):
+            filling.fill_item(item, values, kinds)
         else:
             item.load_state_dict(values)
 
@@ -283,54 +297,8 @@ def _renamed(state: Any, names: dict[str, str]) -> Any:
     return renamed
 
 
-def _load_optimizer(optimizer: Optimizer, values: dict[str, Any]) -> None:
-    parameters = dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
-    groups = zip(values["param_groups"], optimizer.param_groups, strict=True)
-    optimizer.load_state_dict({
-        "state": {
-            key: {kind: laid_out(value, parameters.get(key)) for kind, value in kept.items()}
-            for key, kept in values["state"].items()
-        },
-        # Keep this optimizer's own choice of `fused`: torch may have no fused kernel for tensors that are split now
-        "param_groups": [saved | {key: own[key] for key in ("fused",) if key in own} for saved, own in groups],
-    })
-
-
 def _digest(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
     total = hashlib.sha256(repr(tree).encode())
     for piece in TensorFile(tensors):
         total.update(piece)
     return total.hexdigest()[:16]
-
-
-# The layout of tensors: split among ranks, memory formats. A copy holds none of it ------------------------------------
-
-
-def gathered(value: Any) -> Any:
-    """Return `value` with each DTensor gathered on rank 0's CPU, one at a time. Other ranks get None in its place."""
-    if hasattr(value, "full_tensor"):
-        whole = value.full_tensor()
-        return whole.cpu() if dist.get_rank() == 0 else None
-    if isinstance(value, dict):
-        put_together: Any = type(value)((key, gathered(each)) for key, each in value.items())
-        if hasattr(value, "_metadata"):
-            put_together._metadata = value._metadata
-        return put_together
-    return type(value)(gathered(each) for each in value) if type(value) in (list, tuple) else value
-
-
-def laid_out(value: Any, live: Any) -> Any:
-    """Return the tensor `value` of a copy in the memory format of `live`, and only this rank's part if `live` is split.
-
-    A copy may have been written in another memory format. Fused optimizer kernels walk through a parameter and its
-    state in memory order: if the two formats differ, the kernels silently pair the wrong elements.
-    """
-    if not isinstance(value, torch.Tensor) or hasattr(value, "to_local") or value.shape != getattr(live, "shape", None):
-        return value
-    if value.stride() != live.stride():
-        value = torch.empty_strided(live.shape, live.stride(), dtype=value.dtype).copy_(value)
-    if not hasattr(live, "to_local"):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)  # each rank has the whole

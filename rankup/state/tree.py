@@ -108,8 +108,7 @@ def _tensor_node(value: Any, path: str, tensors: Tensors, known: dict[object, st
         raise _unkept(path, f"a tensor of the kind {type(value).__name__}, {value.layout}")
     if local.dtype not in DTYPES or local.device.type == "meta":
         raise _unkept(path, f"a tensor of {local.dtype} on {local.device.type}")
-    lazy = local.is_conj(), local.is_neg()
-    place = (local.untyped_storage()._cdata, local.storage_offset(), value.shape, local.stride(), local.dtype, *lazy)
+    place = place_of(value)
     if place not in known or not local.numel():
         name = path if not path.endswith("/") else f"{path}value"
         while name in tensors or name.endswith("/__metadata__"):  # {"a": {"b": ...}, "a.b": ...} has a.b twice
@@ -118,6 +117,15 @@ def _tensor_node(value: Any, path: str, tensors: Tensors, known: dict[object, st
     leaf = {"$": "tensor", "is": known[place]}
     dense = local is value and not value.is_contiguous() and is_dense(value.shape, value.stride())
     return leaf | ({"stride": [*value.stride()]} if dense else {})
+
+
+def place_of(tensor: Any) -> tuple[Any, ...]:
+    """Return what two tensors share if they are one tensor under two names, such as a weight and its `detach()`."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if local.layout != torch.strided:  # it has no storage
+        return (id(tensor),)
+    lazy = local.is_conj(), local.is_neg()
+    return local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, local.stride(), local.dtype, *lazy
 
 
 def decode(tree: Any, take: Callable[[str], torch.Tensor], known: Tensors | None = None) -> Any:
