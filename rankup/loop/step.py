@@ -66,6 +66,7 @@ class Step:
         """Do what follows a finished step: write its line, save if due, stop if asked, and begin the next step."""
         job, run = self._job, self._job.run
         job.enter_step()
+        self._tracked.check_kept()
         if self._line is not None:
             job.reporting.metrics.write(self._line)
         if self._loop.running[-1:] != ["steps"]:  # otherwise the next pass of job.steps does this

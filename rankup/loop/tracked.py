@@ -46,9 +46,12 @@ class Tracked:
         self._share_all = share_all
         self._names: dict[str, dict[str, str]] = {}  # by module: live name -> bare name
         self._holders: dict[str, list[tuple[str, dict[str, Any]]]] = {}  # by module: prefixes and buffer dictionaries
+        # The modules' parameters when they were tracked: FSDP2 registers others during a forward pass, and leaves the
+        # root's in place if no backward pass follows
+        self._parameters: dict[str, list[nn.Parameter]] = {}
         self._schedulers: dict[str, LRScheduler] = {}
         self._optimizers: dict[str, Optimizer] = {}
-        self._parameters = set[int]()  # ids of the modules' parameters: FSDP2 registers others during a forward pass
+        self._created = 0  # for how many parameters optimizers have a state that a copy can hold
         # As of the last commit
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         self._schedules: dict[str, dict[str, Any]] = {}
@@ -103,7 +106,7 @@ class Tracked:
             self._holders[name] = holders
         if self._share_all:
             self.shared += [held for _, held in holders]
-        self._parameters.update(map(id, module.parameters()))
+        self._parameters[name] = [*module.parameters()]
 
     def adopt(self, ddp: DistributedDataParallel) -> None:
         """Share the buffers of the module inside `ddp`, in place of DDP."""
@@ -151,6 +154,13 @@ class Tracked:
         if self._checks:
             self._seen = self._look()
 
+    def check_kept(self) -> None:
+        """Raise UserError if a copy can't hold what optimizers have created since the last call. Most create their
+        state in the first step that is not skipped. Otherwise the first save, after hours, would find out."""
+        if (created := sum(len(optimizer.state) for optimizer in self._optimizers.values())) != self._created:
+            self._created = created
+            encode(self._state_of(self._optimizers))
+
     def undo_schedules(self) -> None:
         """Restore schedulers, and what they set in optimizers, as of the last commit."""
         state = self.state()
@@ -179,7 +189,7 @@ class Tracked:
 
     def parameters(self) -> set[int]:
         """Return the ids of all tensors in modules, dicts and lists, and of tracked tensors."""
-        found = self._parameters.copy()
+        found = {id(each) for parameters in self._parameters.values() for each in parameters}
         for item in self.items.values():
             found.update(map(id, item.parameters() if isinstance(item, nn.Module) else tree_leaves(item)))
         return found
@@ -190,7 +200,7 @@ class Tracked:
         found: dict[str, Any] = {}
         for name, item in self.items.items():
             if isinstance(item, nn.Module):
-                found[name] = [parameter._version for parameter in item.parameters()]
+                found[name] = [each._version for each in (self._parameters[name] if self.split else item.parameters())]
             elif not isinstance(item, Optimizer | LRScheduler):
                 tree, tensors = encode(self._state_of({name: item}))
                 local = {key: t.to_local() if hasattr(t, "to_local") else t for key, t in tensors.items()}

@@ -216,6 +216,61 @@ def test_tracked_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp
     assert "track: best must change only inside job.step" in output
 
 
+@pytest.mark.parametrize("first", [0, 3])
+def test_optimizer_state_that_cannot_be_kept_is_found_when_it_is_created(
+    forks: Forks, tmp_path: Path, first: int
+) -> None:
+    """A GradScaler skips the first steps of an optimizer."""
+    output = ran(forks, tmp_path, f"""
+import torch, rankup
+
+class Precise(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["mean"] = p.detach().to(torch.complex128)
+
+job = rankup.init("runs/precise", tensorboard=False)
+model = torch.nn.Linear(1, 1)
+precise = Precise(model.parameters(), lr=0.1)
+job.track(model=model, precise=precise)
+for step in job.steps(2000):
+    print("step", step)
+    model(torch.ones(1, 1)).sum().backward()
+    with job.step():
+        if step >= {first}:
+            precise.step()
+""", code=2)
+    assert re.findall(r"step (\d+)$", output, re.MULTILINE) == [*map(str, range(first + 1))]
+    assert "state: precise/state.0.mean must be" in output
+
+
+@pytest.mark.parametrize("change", ["", "m[2].weight.detach().mul_(2)"])
+def test_evaluation_with_fsdp_is_no_change_in_the_first_steps(forks: Forks, tmp_path: Path, change: str) -> None:
+    """FSDP2 leaves the root's parameters gathered after a forward pass without a backward pass."""
+    output = ran(forks, tmp_path, f"""
+import torch, rankup
+from torch.distributed.fsdp import fully_shard
+
+job = rankup.init("runs/split", device="cpu", tensorboard=False)
+m = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+fully_shard(m[0])
+fully_shard(m)
+adam = torch.optim.AdamW(m.parameters(), lr=0.1)
+job.track(m=m, adam=adam)
+for epoch in job.epochs(2):
+    for batch in job.batches([1, 2]):
+        m(torch.ones(2, 4)).sum().backward()
+        with job.step():
+            adam.step()
+            adam.zero_grad()
+    with torch.no_grad():
+        {change or 'm(torch.ones(2, 4))'}
+job.finish()
+""", ranks=2, code=2 if change else 0)
+    assert ("track: m must change only inside job.step" in output) == bool(change)
+
+
 def test_change_before_a_stop_counts_once(forks: Forks, tmp_path: Path) -> None:
     text = (
         "import os, signal, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
