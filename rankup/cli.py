@@ -29,6 +29,8 @@ from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
 OF_PROGRAM = ("train", "evaluate", "predict", "show")
 
+KINDS = ("compose", "slurm", "k8s")  # what `rankup add` can write
+
 Run = Callable[[argparse.Namespace], int | None]
 Option = tuple[list[str], dict[str, Any]]
 
@@ -61,6 +63,38 @@ class Parser(argparse.ArgumentParser):
         for pattern, ours in ARGPARSE_SAYS:
             message = re.sub(pattern, ours, message)
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} See {self.prog} --help.")
+
+
+class AddParser(Parser):
+    """The parser of `rankup add`: kinds of launch files and options, in any order, then a script and its words."""
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse as `Parser.parse` does. `script` of the result is the script and its words, `line` the command itself."""
+        at = 0
+        takes_value = {flag for action in self._actions if action.nargs != 0 for flag in action.option_strings}
+        while at < len(words) and (words[at] in KINDS or (words[at].startswith("-") and words[at] != "-m")):
+            at += 2 if words[at] in takes_value else 1
+        given, script = super().parse(words[:at]), list(words[at:])
+        own = [word for word in script[1:] if word.partition("=")[0] in self.flags]
+        if own and not self._takes(script[0], own[0]):
+            raise UserError(
+                f"add: {own[0]} must stand before {script[0]}, because the script gets all words after its name. "
+                f"To pass it to the script: -- {shlex.join(script)}"
+            )
+        given.script = script[1:] if script[:1] == ["--"] else script
+        kept = [word for word in words[:at] if word not in ("--diff", "--stdout")]
+        given.line = shlex.join(["rankup", "add", *kept, *script])
+        return given
+
+    @staticmethod
+    def _takes(script: str, flag: str) -> bool:
+        """Return whether the script itself seems to have an option of this name, or wants all words."""
+        name = flag.partition("=")[0].lstrip("-")
+        try:
+            text = Path(script).read_text(errors="replace")
+        except OSError:
+            return script == "--"
+        return bool(re.search(rf"\b{name}\b", text.replace("-", "_")))
 
 
 def _unknown(what: str, word: str, known: Sequence[str]) -> str:
@@ -128,20 +162,22 @@ JSON = option("--json", bool, "print JSON, for programs", dest="as_json")
 COMMANDS: dict[str, Parser] = {}
 
 
-def command(usage: str, examples: tuple[str, str], *options: Option) -> Callable[[Run], Run]:
+def command(
+    usage: str, examples: tuple[str, str], *options: Option, parser: type[Parser] = Parser
+) -> Callable[[Run], Run]:
     """Register the decorated function as a command of its name. Its docstring is the help; the docstring's first
     sentence stands in the list of commands. `usage`: the usage line after the command's name."""
 
     def add(run: Run) -> Run:
         prog, about = f"rankup {run.__name__}", " ".join((run.__doc__ or "").split())
-        COMMANDS[run.__name__] = parser = Parser(
+        COMMANDS[run.__name__] = made = parser(
             prog=prog, usage=f"{prog} {usage}", description=fill(about, 78), allow_abbrev=False,
             epilog="examples:" + "".join(f"\n  {prog} {line}".rstrip() for line in examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        parser.set_defaults(command=run, about=about)
+        made.set_defaults(command=run, about=about)
         for names, details in options:
-            parser.add_argument(*names, **details)
+            made.add_argument(*names, **details)
         return run
 
     return add
@@ -201,6 +237,32 @@ def launch(given: argparse.Namespace) -> int:
     from rankup.launch import launch
 
     return launch(given)
+
+
+@command(
+    "[compose] [slurm] [k8s] [OPTIONS] [-m] SCRIPT [ARGS...]",
+    ("compose slurm k8s train.py --lr 0.1", "--diff"),
+    option("kinds", "KIND", argparse.SUPPRESS, nargs="*", choices=[*KINDS, []], default=[]),
+    option("--nodes", int, "nodes, or pods; 2:4 for two to four (2)", type=nodes, default=(2, 2)),
+    option("--gpus", int, "GPUs of each node, with a rank for each (none)", default=0),
+    option("--name", "NAME", "name of the job and the image (the folder's name)"),
+    option("--image", "IMAGE", "the image in your registry"),
+    option("--data", "DIR", "a folder that the job reads; may be given several times", action="append", default=[]),
+    option("--kind", "KIND", "k8s: job, pytorchjob, jobset or trainjob (%(default)s)", default="job",
+           choices=("job", "pytorchjob", "jobset", "trainjob")),
+    option("--base", "IMAGE", "base image; a dot for your Dockerfile (python:3.N-slim-bookworm)"),
+    option("--requirements", "FILE", "list of packages (the first of uv.lock, pylock.toml, requirements.txt, "
+           "pyproject.toml)"),
+    option("--apt", "PACKAGE", "a Debian package for the image; may be given several times", action="append", default=[]),
+    option("--diff", bool, "write nothing: compare with what is there; alone: with every file that add wrote"),
+    option("--stdout", bool, "write nothing: print the files"),
+    parser=AddParser,
+)
+def add(given: argparse.Namespace) -> None:
+    """Write launch files for your script into this folder. They are yours: a file that exists is left as it is."""
+    from rankup.files.add import add
+
+    print_whole(add(given, Path()))
 
 
 # Watch, explain, use --------------------------------------------------------------------------------------------------
@@ -384,7 +446,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     for what, field in (("RUN", "run"), ("--run-dir", "run_dir"), ("--shared-dir", "shared_dir")):
         if secrets_in(getattr(given, field, "")):  # otherwise the logs would contain it
             raise UserError(must_hold_no_secrets(what))
-    given.runs = runs_folder(given.run_dir)
+    given.runs = runs_folder(getattr(given, "run_dir", ""))
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at Ctrl-C without a traceback: there is nothing to save
     return int(given.command(given) or FINISHED)

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 
 from rankup.errors import UserError
-from rankup.files.repository import Origin, activation, find_origin, find_packages, name_of
+from rankup.files.repository import Origin, Packages, find_origin, find_packages
 from rankup.places.files import staged
 
 KINDS = ("compose", "slurm", "k8s")
@@ -28,7 +28,7 @@ ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"), undefined=jinja2.StrictUndefined,
     trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,  # no HTML
 )
-ENVIRONMENT.filters |= {"tojson": lambda value: json.dumps(value, ensure_ascii=False), "quote": shlex.quote}
+ENVIRONMENT.filters |= {"tojson": lambda value: json.dumps(value, ensure_ascii=False), "shell": shlex.join}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def plan_files(given: Namespace, folder: Path) -> Plan:
     name = _name(given.name or folder.resolve().name, plan)
     least, most = given.nodes
     gpus = given.gpus
-    options = [*(["--nnodes", f"{least}:{most}"] if least < most else []), *(["--nproc", str(gpus)] if gpus > 1 else [])]
+    options = ["--nnodes", f"{least}:{most}"] if least < most else []
     stem = Path(words[0]).stem if not module else module.rpartition(".")[2]
     command = given.line
     variables: dict[str, Any] = {
@@ -155,30 +155,29 @@ def _data(given: str, folder: Path) -> Data:
 
 def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]) -> None:
     """Plan the Dockerfile and what belongs beside it. An existing Dockerfile of the user's becomes the base image."""
-    packages = find_packages(folder)
     theirs = (folder / "Dockerfile").is_file() and not HEADER.search(_read(folder / "Dockerfile"))
     own_base = given.base == "." or (theirs and not given.base)
     if own_base and not theirs:
-        raise UserError("add: --base . must have a Dockerfile in this folder that rankup has not written.")
+        raise UserError("add: --base . must come with a Dockerfile of yours in this folder, got none.")
     if own_base:
         plan.notes.append("base  your Dockerfile, which stays: Dockerfile.rankup adds rankup and the files of this folder")
-        packages = type(packages)()
+        packages = Packages()
     else:
+        packages = find_packages(folder, given.requirements)
         plan.notes += packages.notes
-        for missing in ("torch",) if packages.names is not None and packages.file else ():
-            if missing not in packages.names and not given.base:
-                plan.notes.append(f"packages  {packages.file} does not name torch: rankup brings the newest one. Name a version")
-    listed = "rankup" in (packages.names or ())
-    origin = Origin("") if listed else find_origin(metadata.distribution("rankup"))
-    pip = f"uv pip install --python {packages.environment}" if packages.environment else "pip install"
+        if packages.file and "torch" not in (packages.names or {"torch"}) and not given.base:
+            plan.notes.append(f"packages  {packages.file} does not name torch: rankup brings the newest version. Name one")
+    vendored = (folder / "rankup" / "__init__.py").is_file()
+    known = vendored or "rankup" in (packages.names or ())
+    origin = Origin("") if known else find_origin(metadata.distribution("rankup"))
     wheel = origin.wheel.name if origin.wheel else ""
+    pip = f"uv pip install --python {packages.environment}" if packages.environment else "python -m pip install"
     variables |= {
-        "packages": packages, "own_base": own_base, "rankup": origin.requirement, "wheel": wheel,
-        "dockerfile": "Dockerfile.rankup" if own_base else "Dockerfile",
+        "packages": packages, "own_base": own_base, "wheel": wheel, "dockerfile": "Dockerfile.rankup" if theirs else "Dockerfile",
         "base": f"{variables['name']}-base" if own_base else given.base or f"python:3.{sys.version_info[1]}-slim-bookworm",
-        "install_rankup": f"{pip} /tmp/{wheel}" if wheel else f"{pip} {shlex.quote(origin.requirement)}",
-        "git": "git+" in origin.requirement,
-        "pythonpath": "/work/src" if (folder / "src").is_dir() and not packages.project else "",
+        "install_rankup": f"{pip} {f'/tmp/{wheel}' if wheel else shlex.quote(origin.requirement)}" if origin.requirement else "",
+        "apt": [*given.apt, *(["git"] if "git+" in origin.requirement else [])],
+        "pythonpath": ":".join(["/work"] * vendored + ["/work/src"] * ((folder / "src").is_dir() and not packages.project)),
     }
     plan.files += [File(variables["dockerfile"], render("Dockerfile", variables)),
                    File(".dockerignore", render("dockerignore", variables))]

@@ -41,10 +41,23 @@ class Packages:
     environment: str = ""
     notes: Sequence[str] = ()
 
+    @property
+    def copies(self) -> dict[str, list[str]]:
+        """The files in `copy` by their folder."""
+        folders: dict[str, list[str]] = {}
+        for path in self.copy:
+            folders.setdefault(os.path.dirname(path) or ".", []).append(path)
+        return folders
 
-def find_packages(folder: Path) -> Packages:
-    """Return how to install what the repository in `folder` needs. Raises UserError if a list can't be read."""
-    found = [name for name in LISTS if (folder / name).is_file()]
+
+def find_packages(folder: Path, wanted: str = "") -> Packages:
+    """Return how to install what the repository in `folder` needs, by its first list or the list `wanted`. Raises
+    UserError if a list can't be read."""
+    if wanted and not (folder / wanted).is_file():
+        raise UserError(f"add: --requirements must be a file in this folder, got {wanted}.")
+    if wanted and wanted not in LISTS:
+        return _from_requirements(folder, wanted, [f"packages  from {wanted}"], has_project=False)
+    found = [wanted] if wanted else [name for name in LISTS if (folder / name).is_file()]
     project: dict[str, Any] = _toml(folder / "pyproject.toml") if "pyproject.toml" in found else {}
     if "pyproject.toml" in found and "project" not in project:
         found.remove("pyproject.toml")  # it only configures tools
@@ -61,40 +74,42 @@ def find_packages(folder: Path) -> Packages:
         names = frozenset(each["name"] for each in _toml(folder / file).get("package", []))
         return Packages(
             file, ["."] if whole else ["pyproject.toml", "uv.lock"],
-            ["pip install uv", f"uv venv --quiet --system-site-packages {UV_ENVIRONMENT}",
+            ["python -m pip install uv", f"uv venv --quiet --system-site-packages {UV_ENVIRONMENT}",
              UV if whole else f"{UV} --no-install-project"],
             [] if whole else [UV], names, UV_ENVIRONMENT, notes,
         )
     if file == "pylock.toml":
         names = frozenset(each["name"] for each in _toml(folder / file).get("packages", []))
         return Packages(
-            file, [file], ["pip install uv", f"uv venv --quiet --system-site-packages {UV_ENVIRONMENT}",
+            file, [file], ["python -m pip install uv", f"uv venv --quiet --system-site-packages {UV_ENVIRONMENT}",
                            f"uv pip install --python {UV_ENVIRONMENT} -r {file}"],
             [f"uv pip install --python {UV_ENVIRONMENT} --no-deps ."] if installs_project else [], names, UV_ENVIRONMENT, notes,
         )
     if file == "requirements.txt":
-        read = _requirements(folder, file)
-        if read.outside:
-            raise UserError(
-                f"{read.outside[0]}: a requirement must be inside this folder to get into an image, got {read.outside[1]}. "
-                "Move it here, or name an address."
-            )
-        if read.local:
-            notes.append(f"packages  {read.local} installs from this folder: a change of code installs all packages again")
-        project_commands = ["pip install --no-deps ."] if installs_project and not read.local else []
-        return Packages(
-            file, ["."] if read.local else list(read.files), [f"pip install -r {file}"], project_commands,
-            frozenset(read.names), notes=notes,
-        )
+        return _from_requirements(folder, file, notes, has_project=installs_project)
     listed = project.get("project", {})
     if file == "setup.py" or "dependencies" in listed.get("dynamic", []):
-        return Packages(file, ["."], ["pip install ."], [], None, notes=notes)
-    wanted = listed.get("dependencies", [])
+        return Packages(file, ["."], ["python -m pip install ."], [], None, notes=notes)
     read_list = ("import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project'].get('dependencies', []), "
                  "sep='\\n')")
     return Packages(
-        file, [file], [f'python -c "{read_list}" > /tmp/list', "pip install -r /tmp/list", "rm /tmp/list"],
-        ["pip install --no-deps ."] if installs_project else [], frozenset(map(name_of, wanted)), notes=notes,
+        file, [file], [f'python -c "{read_list}" > /tmp/list', "python -m pip install -r /tmp/list", "rm /tmp/list"],
+        ["python -m pip install --no-deps ."] if installs_project else [], frozenset(map(name_of, listed.get("dependencies", []))), notes=notes,
+    )
+
+
+def _from_requirements(folder: Path, file: str, notes: list[str], *, has_project: bool) -> Packages:
+    read = _requirements(folder, file)
+    if read.outside:
+        raise UserError(
+            f"{read.outside[0]}: a requirement must be inside this folder to get into an image, got {read.outside[1]}. "
+            "Move it here, or name an address."
+        )
+    if read.local:
+        notes.append(f"packages  {read.local} installs from this folder: a change of code installs all packages again")
+    return Packages(
+        file, ["."] if read.local else list(read.files), [f"python -m pip install -r {file}"],
+        ["python -m pip install --no-deps ."] if has_project and not read.local else [], frozenset(read.names), notes=notes,
     )
 
 
