@@ -20,6 +20,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
+from rankup import files
 from rankup.errors import FINISHED, USER_MISTAKE, Stopped, UserError
 from rankup.places.files import RUNS
 from rankup.places.files import runs_folder as runs_folder
@@ -28,8 +29,6 @@ from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 # An installed rankup contains the folder `train` as `program`; in the repository, `train` is beside this package
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
 OF_PROGRAM = ("train", "evaluate", "predict", "show")
-
-KINDS = ("compose", "slurm", "k8s")  # what `rankup add` can write
 
 Run = Callable[[argparse.Namespace], int | None]
 Option = tuple[list[str], dict[str, Any]]
@@ -69,10 +68,10 @@ class AddParser(Parser):
     """The parser of `rankup add`: kinds of launch files and options, in any order, then a script and its words."""
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse as `Parser.parse` does. `script` of the result is the script and its words, `line` the command itself."""
+        """Parse as `Parser.parse` does. `script` of the result: the script and its words. `line`: the command."""
         at = 0
         takes_value = {flag for action in self._actions if action.nargs != 0 for flag in action.option_strings}
-        while at < len(words) and (words[at] in KINDS or (words[at].startswith("-") and words[at] != "-m")):
+        while at < len(words) and (words[at] in files.KINDS or (words[at].startswith("-") and words[at] != "-m")):
             at += 2 if words[at] in takes_value else 1
         given, script = super().parse(words[:at]), list(words[at:])
         own = [word for word in script[1:] if word.partition("=")[0] in self.flags]
@@ -242,18 +241,19 @@ def launch(given: argparse.Namespace) -> int:
 @command(
     "[compose] [slurm] [k8s] [OPTIONS] [-m] SCRIPT [ARGS...]",
     ("compose slurm k8s train.py --lr 0.1", "--diff"),
-    option("kinds", "KIND", argparse.SUPPRESS, nargs="*", choices=[*KINDS, []], default=[]),
+    option("kinds", "KIND", argparse.SUPPRESS, nargs="*", choices=[*files.KINDS, []], default=[]),
     option("--nodes", int, "nodes, or pods; 2:4 for two to four (2)", type=nodes, default=(2, 2)),
     option("--gpus", int, "GPUs of each node, with a rank for each (none)", default=0),
     option("--name", "NAME", "name of the job and the image (the folder's name)"),
     option("--image", "IMAGE", "the image in your registry"),
-    option("--data", "DIR", "a folder that the job reads; may be given several times", action="append", default=[]),
-    option("--kind", "KIND", "k8s: job, pytorchjob, jobset or trainjob (%(default)s)", default="job",
-           choices=("job", "pytorchjob", "jobset", "trainjob")),
+    option("--data", "DIR", "a folder that the job reads, as often as needed", action="append", default=[]),
+    option("--kind", "KIND", "kind of the manifest (%(default)s)", default="job", choices=files.JOB_KINDS),
     option("--base", "IMAGE", "base image; a dot for your Dockerfile (python:3.N-slim-bookworm)"),
     option("--requirements", "FILE", "list of packages (the first of uv.lock, pylock.toml, requirements.txt, "
            "pyproject.toml)"),
-    option("--apt", "PACKAGE", "a Debian package for the image; may be given several times", action="append", default=[]),
+    option("--apt", "PACKAGE", "a Debian package for the image, as often as needed", action="append", default=[]),
+    option("--file", "FILE", "where to write the launch file (compose.yaml, SCRIPT.sbatch, k8s/SCRIPT.yaml)"),
+    option("--dockerfile", "FILE", "where to write the Dockerfile (Dockerfile)"),
     option("--diff", bool, "write nothing: compare with what is there; alone: with every file that add wrote"),
     option("--stdout", bool, "write nothing: print the files"),
     parser=AddParser,
@@ -262,7 +262,7 @@ def add(given: argparse.Namespace) -> None:
     """Write launch files for your script into this folder. They are yours: a file that exists is left as it is."""
     from rankup.files.add import add
 
-    print_whole(add(given, Path()))
+    print_whole(add(given, Path(), COMMANDS["add"].parse))
 
 
 # Watch, explain, use --------------------------------------------------------------------------------------------------

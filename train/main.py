@@ -1,7 +1,8 @@
 """The program that every launch file starts: `python -m train.main COMMAND`, `torchrun train/main.py train`.
 
-It parses the whole command line before it runs anything. Only the commands that need torch import it. RANK, LOCAL_RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which rank this process is. rankup reads them. For exit codes see README.md.
+It parses the whole command line, such as `train --seed 1`, before it runs anything. Only the commands that need torch
+import it. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which rank this process is. rankup reads them.
+For exit codes see README.md.
 """
 
 import sys

@@ -1,3 +1,9 @@
-"""`rankup add` writes launch files into the user's repository: a Dockerfile, a compose file, a batch file for Slurm, and a
-manifest for Kubernetes. `repository.py` finds out what stands in the repository, `add.py` renders `templates/` with it.
-The user owns the files. Each has a header with the command that made it, from which `--diff` renders it again. No torch."""
+"""`rankup add` writes launch files into the user's repository: a Dockerfile, a compose file, a batch file for Slurm, a
+manifest for Kubernetes. The user owns them.
+
+`repository.py` finds out what stands in the repository, and `add.py` renders `templates/` with it. Each file has a
+header with the command that made it, so that `--diff` can render it again. Nothing here imports torch.
+"""
+
+KINDS = ("compose", "slurm", "k8s")  # what the command can write
+JOB_KINDS = ("job", "pytorchjob", "jobset", "trainjob")  # of a manifest

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -17,10 +17,13 @@ from typing import Any
 import jinja2
 
 from rankup.errors import UserError
-from rankup.files.repository import Origin, Packages, find_origin, find_packages
+from rankup.files import KINDS
+from rankup.files.k8s import k8s_variables
+from rankup.files.repository import Origin, Packages, activation, find_origin, find_packages
 from rankup.places.files import staged
 
-KINDS = ("compose", "slurm", "k8s")
+Parse = Callable[[Sequence[str]], Namespace]
+
 HEADER = re.compile(r"^# (rankup add .+)$", re.MULTILINE)
 # Where launch files may stand, for `rankup add --diff`
 PLACES = ("*.y*ml", "*.sbatch", "Dockerfile*", ".dockerignore", "*/*.y*ml", "*/*.sbatch", "*/Dockerfile*")
@@ -33,10 +36,15 @@ ENVIRONMENT.filters |= {"tojson": lambda value: json.dumps(value, ensure_ascii=F
 
 @dataclass(frozen=True)
 class File:
-    """A launch file: its path in the repository and its content, text or the bytes of a wheel."""
+    """A launch file: its path in the repository, and its text, or the bytes of a wheel."""
 
     path: str
-    content: str | bytes
+    content: str = ""
+    wheel: bytes = b""
+
+    @property
+    def bytes(self) -> bytes:
+        return self.wheel or self.content.encode()
 
 
 @dataclass
@@ -47,24 +55,32 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     next: list[str] = field(default_factory=list)
 
+    @property
+    def texts(self) -> list[File]:
+        return [file for file in self.files if not file.wheel]
 
-def add(given: Namespace, folder: Path) -> str:
-    """Write the launch files that `given` asks for into `folder`. Returns what to print. Writes all files or none, and no
-    file that exists. Raises UserError for a mistake, or if a file can't be written."""
+
+def add(given: Namespace, folder: Path, parse: Parse) -> str:
+    """Write the launch files that `given` asks for into `folder`: all of them, or none. A file that exists stays as it
+    is. Returns what to print. `parse` reads the words of a header. Raises UserError for a mistake, and if a file can't
+    be written."""
     if given.diff and not given.script:
-        return _compare_all(folder)
+        return _compare_all(folder, parse)
     plan = plan_files(given, folder)
     if given.diff:
-        return "".join(_difference(folder / file.path, file.content) for file in plan.files if isinstance(file.content, str))
+        return "".join(_difference(folder / file.path, file.content) for file in plan.texts)
     if given.stdout:
-        return "".join(file.content for file in plan.files if isinstance(file.content, str))
+        return "".join(file.content for file in plan.texts)
     said = [f"add: {note}" for note in plan.notes]
     present = [file for file in plan.files if (folder / file.path).exists()]
     absent = [file for file in plan.files if file not in present]
     _write(folder, absent)
     said += [f"add: wrote {file.path}" for file in absent]
-    said += [f"add: {file.path} exists: left as it is (compare: {given.line.replace('add', 'add --diff', 1)})"
-             for file in present if file.content not in (_read(folder / file.path), (folder / file.path).read_bytes())]
+    compare = given.line.replace("add", "add --diff", 1)
+    for file in present:
+        if file.bytes != (folder / file.path).read_bytes():
+            way_out = "remove it to get the installed one" if file.wheel else f"compare: {compare}"
+            said.append(f"add: {file.path} exists: left as it is ({way_out})")
     return "\n".join([*said, "next:", *(f"  {line}" for line in plan.next)]) + "\n"
 
 
@@ -82,15 +98,30 @@ def plan_files(given: Namespace, folder: Path) -> Plan:
         "name": name, "image": given.image or name, "command": command, "words": words, "options": options,
         "least": least, "most": most, "gpus": gpus, "data": [_data(each, folder) for each in given.data],
         "gpu_ids": lambda rank: [str(rank * gpus + number) for number in range(gpus)],
-        "uid": os.getuid() or 1000, "gid": os.getgid() or 1000, "given": given, "folder": folder, "stem": stem,
+        "uid": os.getuid() or 1000, "gid": os.getgid() or 1000,
     }
     kinds = given.kinds or KINDS
+    if given.file and len(kinds) > 1:
+        raise UserError("add: --file must come with one kind of launch file: compose, slurm or k8s.")
     if {"compose", "k8s"} & {*kinds}:
         _image(given, folder, plan, variables)
     if "compose" in kinds:
-        plan.files.append(File("compose.yaml", render("compose.yaml", variables)))
+        path = given.file or "compose.yaml"
+        plan.files.append(File(path, render("compose.yaml", variables | {"path": path})))
         build = f"docker build -t {variables['base']} . && " if variables["own_base"] else ""
         plan.next.append(f"{build}docker compose up --build")
+    if "slurm" in kinds:
+        path = given.file or f"{stem}.sbatch"
+        seed = not module and bool(re.search(r"--seed\b", _read(folder / words[0])))
+        more = {"path": path, "activate": activation(folder, os.environ), "seed": seed}
+        plan.files.append(File(path, render("train.sbatch", variables | more)))
+        plan.next.append(f"sbatch {path}")
+    if "k8s" in kinds:
+        path, image = given.file or f"k8s/{stem}.yaml", variables["image"]
+        made = render(f"k8s/{given.kind}.yaml", k8s_variables(given, variables | {"path": path}))
+        plan.files.append(File(path, made))
+        build = f"docker build -f {variables['dockerfile']} -t {image} ."
+        plan.next.append(f"{build} && docker push {image} && kubectl apply -f {path}")
     return plan
 
 
@@ -102,13 +133,13 @@ def render(template: str, variables: dict[str, Any]) -> str:
 def _script(words: Sequence[str], folder: Path, plan: Plan) -> tuple[list[str], str]:
     """Return the words for `rankup launch`, and the module's name if it is one. Raises UserError if there is none."""
     if not words or words == ["-m"]:
-        raise UserError("add: SCRIPT must be given, got nothing. For example: rankup add compose slurm k8s train.py --lr 0.1")
+        raise UserError("add: SCRIPT must be given, got nothing. For example: rankup add compose slurm k8s train.py")
     first, *rest = words
     if first == "-m":
         module = rest[0]
         path = module.replace(".", "/")
-        if not any((folder / root / path).with_suffix(".py").is_file() or (folder / root / path / "__main__.py").is_file()
-                   for root in ("", "src")):
+        files = (folder / root / f"{path}{end}" for root in ("", "src") for end in (".py", "/__main__.py"))
+        if not any(file.is_file() for file in files):
             raise UserError(f"add: -m must name a module of this folder or its src/, got {module}.")
         return list(words), module
     if not (folder / first).is_file() and "\\" in first and (folder / first.replace("\\", "/")).is_file():
@@ -116,10 +147,11 @@ def _script(words: Sequence[str], folder: Path, plan: Plan) -> tuple[list[str], 
         first = first.replace("\\", "/")
     if not (folder / first).is_file():
         near = difflib.get_close_matches(first, [path.name for path in folder.glob("*.py")], n=1)
-        raise UserError(f"add: SCRIPT must be an existing file, got {first}.{f' Did you mean {near[0]}?' if near else ''}")
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UserError(f"add: SCRIPT must be an existing file, got {first}.{hint}")
     inside = os.path.relpath(os.path.realpath(folder / first), os.path.realpath(folder))
     if inside.startswith(".."):
-        raise UserError(f"add: SCRIPT must be in this folder, which becomes the image, got {first}. Type the command there.")
+        raise UserError(f"add: SCRIPT must be in this folder, the image's content, got {first}. Change to its folder.")
     return [inside, *rest], ""
 
 
@@ -134,7 +166,8 @@ def _name(wanted: str, plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Data:
-    """A folder or file that the job reads. `source`: on this machine. `target`: in a container. `inside`: in the repository."""
+    """What the job reads. `source`: on this machine. `target`: in a container. `inside`: whether it is in the
+    repository."""
 
     source: str
     target: str
@@ -160,29 +193,32 @@ def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]
     if own_base and not theirs:
         raise UserError("add: --base . must come with a Dockerfile of yours in this folder, got none.")
     if own_base:
-        plan.notes.append("base  your Dockerfile, which stays: Dockerfile.rankup adds rankup and the files of this folder")
+        plan.notes.append("base  your Dockerfile, which stays. Dockerfile.rankup adds rankup and this folder's files")
         packages = Packages()
     else:
         packages = find_packages(folder, given.requirements)
         plan.notes += packages.notes
         if packages.file and "torch" not in (packages.names or {"torch"}) and not given.base:
-            plan.notes.append(f"packages  {packages.file} does not name torch: rankup brings the newest version. Name one")
+            plan.notes.append(f"packages  {packages.file} does not name torch: rankup brings its newest version")
     vendored = (folder / "rankup" / "__init__.py").is_file()
     known = vendored or "rankup" in (packages.names or ())
     origin = Origin("") if known else find_origin(metadata.distribution("rankup"))
     wheel = origin.wheel.name if origin.wheel else ""
-    pip = f"uv pip install --python {packages.environment}" if packages.environment else "python -m pip install"
+    pip = f"UV_PYTHON={packages.environment} uv pip install" if packages.environment else "python -m pip install"
+    python = f"python:3.{sys.version_info[1]}-slim-bookworm"
+    from_src = (folder / "src").is_dir() and not packages.project
     variables |= {
-        "packages": packages, "own_base": own_base, "wheel": wheel, "dockerfile": "Dockerfile.rankup" if theirs else "Dockerfile",
-        "base": f"{variables['name']}-base" if own_base else given.base or f"python:3.{sys.version_info[1]}-slim-bookworm",
-        "install_rankup": f"{pip} {f'/tmp/{wheel}' if wheel else shlex.quote(origin.requirement)}" if origin.requirement else "",
+        "packages": packages, "own_base": own_base, "wheel": wheel,
+        "dockerfile": given.dockerfile or ("Dockerfile.rankup" if theirs else "Dockerfile"),
+        "base": f"{variables['name']}-base" if own_base else given.base or python,
+        "install_rankup": f"{pip} {f'/tmp/{wheel}' if wheel else shlex.quote(origin.requirement)}" if not known else "",
         "apt": [*given.apt, *(["git"] if "git+" in origin.requirement else [])],
-        "pythonpath": ":".join(["/work"] * vendored + ["/work/src"] * ((folder / "src").is_dir() and not packages.project)),
+        "pythonpath": ":".join(folder for folder, needed in (("/work", vendored), ("/work/src", from_src)) if needed),
     }
     plan.files += [File(variables["dockerfile"], render("Dockerfile", variables)),
                    File(".dockerignore", render("dockerignore", variables))]
     if origin.wheel:
-        plan.files.append(File(wheel, origin.wheel.read_bytes()))
+        plan.files.append(File(wheel, wheel=origin.wheel.read_bytes()))
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -199,8 +235,7 @@ def _write(folder: Path, files: Sequence[File]) -> None:
         for file in files:
             path = folder / file.path
             with staged(path) as staging:
-                content = file.content.encode() if isinstance(file.content, str) else file.content
-                staging.write_bytes(content)
+                staging.write_bytes(file.bytes)
             done.append(path)
     except OSError as error:
         for path in done:
@@ -213,25 +248,20 @@ def _difference(path: Path, content: str) -> str:
     """Return a diff from the file to what this version of rankup would write."""
     present = _read(path) if path.exists() else ""
     return "".join(difflib.unified_diff(
-        present.splitlines(keepends=True), content.splitlines(keepends=True), str(path.name), f"{path.name} as added today",
+        present.splitlines(keepends=True), content.splitlines(keepends=True), str(path), f"{path} as added today",
     ))
 
 
-def _compare_all(folder: Path) -> str:
+def _compare_all(folder: Path, parse: Parse) -> str:
     """Render each file with a header again, and return the differences."""
-    found = "".join(_difference(path, made) for path, made in rendered_again(folder))
+    found = "".join(_difference(path, made) for path, made in rendered_again(folder, parse))
     return found or "add: no launch file differs from what this version of rankup writes\n"
 
 
-def rendered_again(folder: Path) -> Iterator[tuple[Path, str]]:
+def rendered_again(folder: Path, parse: Parse) -> Iterator[tuple[Path, str]]:
     """Iterate over the files in `folder` with a header, and what its command makes of each today."""
-    from rankup.cli import COMMANDS
-
     for path in sorted({path for pattern in PLACES for path in folder.glob(pattern) if path.is_file()}):
         header = HEADER.search("\n".join(_read(path).splitlines()[:8]))
         if header:
-            given = COMMANDS["add"].parse(shlex.split(header[1])[2:])
-            kind = next((file for file in plan_files(given, folder).files
-                         if Path(file.path).suffix == path.suffix and Path(file.path).stem.partition(".")[0] == path.stem.partition(".")[0]), None)
-            if kind is not None and isinstance(kind.content, str):
-                yield path, kind.content
+            given = parse(shlex.split(header[1])[2:])
+            yield from ((path, file.content) for file in plan_files(given, folder).texts if folder / file.path == path)

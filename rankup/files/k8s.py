@@ -1,15 +1,13 @@
 """What the manifests in `templates/k8s/` need to know. Each kind of job is one template with all its objects.
 
-Variables that `rankup.files.add.plan_files` gives every template: `name` (a DNS label), `image`, `command` (the header line),
-`words` (the script and its words), `options` (of `rankup launch`, such as `--nproc 4`), `least` and `most` (pods), `gpus`
-(of each pod), `data` (objects with `source`, `target`, `inside`). In an image the repository is at /work, runs at
-/work/runs, and `python -m rankup launch OPTIONS WORDS` starts the agent.
+`rankup.files.add.plan_files` gives every template these variables: `name` (a DNS label), `image`, `command` (the line
+of the header), `words` (the script and its words), `options` (of `rankup launch`), `least` and `most` (pods), `gpus`
+(of each pod), `data` (objects with `source`, `target`, `inside`). An image has the repository at /work, and runs
+at /work/runs. `python -m rankup launch OPTIONS WORDS` starts the agent.
 """
 
 from argparse import Namespace
 from typing import Any
-
-KINDS = ("job", "pytorchjob", "jobset", "trainjob")
 
 
 def k8s_variables(given: Namespace, variables: dict[str, Any]) -> dict[str, Any]:

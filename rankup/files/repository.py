@@ -6,6 +6,7 @@ Reads files and changes nothing. Everything worth saying is a line in `notes`.
 import json
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,12 @@ from rankup.errors import UserError
 LISTS = ("uv.lock", "pylock.toml", "requirements.txt", "pyproject.toml", "setup.py")  # the first one that exists counts
 # Lists that no command of ours installs
 FOREIGN_LISTS = ("environment.yml", "environment.yaml", "conda.yaml", "poetry.lock", "Pipfile.lock", "pixi.lock")
-UV_ENVIRONMENT = "/opt/env"
-UV = f"UV_PROJECT_ENVIRONMENT={UV_ENVIRONMENT} uv sync --frozen --inexact --no-dev"
+ENVIRONMENT = "/opt/env"  # where uv installs
+PIP = "python -m pip install"
+PRINT_DEPENDENCIES = (
+    "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; "
+    "print(*project.get('dependencies', []), sep='\\n')"
+)
 
 
 @dataclass(frozen=True)
@@ -51,66 +56,56 @@ class Packages:
 
 
 def find_packages(folder: Path, wanted: str = "") -> Packages:
-    """Return how to install what the repository in `folder` needs, by its first list or the list `wanted`. Raises
-    UserError if a list can't be read."""
+    """Return how to install what the repository in `folder` needs, from its first list or from the list `wanted`.
+    Raises UserError if a list can't be read."""
     if wanted and not (folder / wanted).is_file():
         raise UserError(f"add: --requirements must be a file in this folder, got {wanted}.")
-    if wanted and wanted not in LISTS:
-        return _from_requirements(folder, wanted, [f"packages  from {wanted}"], has_project=False)
     found = [wanted] if wanted else [name for name in LISTS if (folder / name).is_file()]
-    project: dict[str, Any] = _toml(folder / "pyproject.toml") if "pyproject.toml" in found else {}
-    if "pyproject.toml" in found and "project" not in project:
-        found.remove("pyproject.toml")  # it only configures tools
+    project = _toml(folder / "pyproject.toml") if (folder / "pyproject.toml").is_file() else {}
+    if "project" not in project and wanted != "pyproject.toml":
+        found = [name for name in found if name != "pyproject.toml"]  # it only configures tools
     if not found:
-        foreign = [name for name in FOREIGN_LISTS if (folder / name).is_file()]
-        said = f"{foreign[0]} can't be installed with pip: give --base IMAGE, an image that has its packages" if foreign \
-            else f"no list of packages ({', '.join(LISTS[:4])}): the image has only rankup and what it brings"
-        return Packages(notes=(f"packages  {said}",))
+        said = f"no list of packages ({', '.join(LISTS[:4])}): the image has only rankup and what it brings"
+        for name in FOREIGN_LISTS:
+            if (folder / name).is_file():
+                said = f"pip can't install {name}: give --base IMAGE, an image that has these packages"
+        return Packages(notes=[f"packages  {said}"])
     file, *others = found
-    notes = [f"packages  from {file}" + (f", not from {' or '.join(others)}, which is here too" if others else "")]
-    installs_project = "build-system" in project
-    if file == "uv.lock":
-        whole = "workspace" in project.get("tool", {}).get("uv", {})
-        names = frozenset(each["name"] for each in _toml(folder / file).get("package", []))
+    notes = [f"packages  from {file}{f', not from {others[0]}, which is here too' if others else ''}"]
+    installs_itself = "build-system" in project
+    if file in ("uv.lock", "pylock.toml"):
+        return _locked(folder, file, notes, project)
+    if file == "setup.py" or (file == "pyproject.toml" and "dependencies" in project["project"].get("dynamic", [])):
+        return Packages(file, ["."], [f"{PIP} ."], names=None, notes=notes)
+    if file == "pyproject.toml":
+        wants = [str(each) for each in project["project"].get("dependencies", [])]
         return Packages(
-            file, ["."] if whole else ["pyproject.toml", "uv.lock"],
-            ["python -m pip install uv", f"uv venv --quiet --system-site-packages {UV_ENVIRONMENT}",
-             UV if whole else f"{UV} --no-install-project"],
-            [] if whole else [UV], names, UV_ENVIRONMENT, notes,
+            file, [file], [f"python -c {shlex.quote(PRINT_DEPENDENCIES)} > /tmp/list", f"{PIP} -r /tmp/list"],
+            [f"{PIP} --no-deps ."] if installs_itself else [], frozenset(map(name_of, wants)), notes=notes,
         )
-    if file == "pylock.toml":
-        names = frozenset(each["name"] for each in _toml(folder / file).get("packages", []))
-        return Packages(
-            file, [file], ["python -m pip install uv", f"uv venv --quiet --system-site-packages {UV_ENVIRONMENT}",
-                           f"uv pip install --python {UV_ENVIRONMENT} -r {file}"],
-            [f"uv pip install --python {UV_ENVIRONMENT} --no-deps ."] if installs_project else [], names, UV_ENVIRONMENT, notes,
-        )
-    if file == "requirements.txt":
-        return _from_requirements(folder, file, notes, has_project=installs_project)
-    listed = project.get("project", {})
-    if file == "setup.py" or "dependencies" in listed.get("dynamic", []):
-        return Packages(file, ["."], ["python -m pip install ."], [], None, notes=notes)
-    read_list = ("import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project'].get('dependencies', []), "
-                 "sep='\\n')")
-    return Packages(
-        file, [file], [f'python -c "{read_list}" > /tmp/list', "python -m pip install -r /tmp/list", "rm /tmp/list"],
-        ["python -m pip install --no-deps ."] if installs_project else [], frozenset(map(name_of, listed.get("dependencies", []))), notes=notes,
-    )
-
-
-def _from_requirements(folder: Path, file: str, notes: list[str], *, has_project: bool) -> Packages:
-    read = _requirements(folder, file)
-    if read.outside:
-        raise UserError(
-            f"{read.outside[0]}: a requirement must be inside this folder to get into an image, got {read.outside[1]}. "
-            "Move it here, or name an address."
-        )
+    read = Requirements(folder, file)
     if read.local:
-        notes.append(f"packages  {read.local} installs from this folder: a change of code installs all packages again")
+        notes.append(f"packages  {read.local} installs from this folder, so each change of code installs all again")
     return Packages(
-        file, ["."] if read.local else list(read.files), [f"python -m pip install -r {file}"],
-        ["python -m pip install --no-deps ."] if has_project and not read.local else [], frozenset(read.names), notes=notes,
+        file, ["."] if read.local else read.files, [f"{PIP} -r {file}"],
+        [f"{PIP} --no-deps ."] if installs_itself and not read.local else [], frozenset(read.names), notes=notes,
     )
+
+
+def _locked(folder: Path, file: str, notes: list[str], project: dict[str, Any]) -> Packages:
+    """Return how uv installs a lock file, into an environment of its own: a lock lists all packages."""
+    listed = _toml(folder / file).get("package" if file == "uv.lock" else "packages", [])
+    names = frozenset(name_of(each["name"]) for each in listed)
+    made = ["python -m pip install uv", f"uv venv --quiet --system-site-packages {ENVIRONMENT}"]
+    if file == "pylock.toml":
+        install = f"UV_PYTHON={ENVIRONMENT} uv pip install"
+        own = [f"{install} --no-deps ."] if "build-system" in project else []
+        return Packages(file, [file], [*made, f"{install} -r {file}"], own, names, ENVIRONMENT, notes)
+    sync = f"UV_PROJECT_ENVIRONMENT={ENVIRONMENT} uv sync --frozen --inexact --no-dev"
+    if "workspace" in project.get("tool", {}).get("uv", {}):  # uv reads the project files of all members
+        return Packages(file, ["."], [*made, sync], [], names, ENVIRONMENT, notes)
+    first = [*made, f"{sync} --no-install-project"]
+    return Packages(file, ["pyproject.toml", file], first, [sync], names, ENVIRONMENT, notes)
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -126,41 +121,36 @@ def name_of(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", found[0]).lower() if found else ""
 
 
-@dataclass
-class _Requirements:
-    """What a requirements file says. `files`: it and those that it includes. `local`: a line that installs from the folder.
-    `outside`: a file and its line that needs something outside of the folder."""
+class Requirements:
+    """A requirements file and those that it includes. `files`: all of them. `names`: the packages. `local`: a line that
+    installs from the folder itself, or "". Raises UserError for a line that needs a file outside of the folder."""
 
-    files: list[str]
-    names: set[str]
-    local: str = ""
-    outside: tuple[str, str] | None = None
+    def __init__(self, folder: Path, file: str) -> None:
+        self.files, self.names, self.local = [file], set[str](), ""
+        for name in self.files:  # grows on the way
+            for line in _lines(folder / name):
+                self._read(folder, name, line)
 
-
-def _requirements(folder: Path, name: str) -> _Requirements:
-    read = _Requirements([name], set())
-    for file in read.files:  # grows on the way
-        for line in _lines(folder / file):
-            option = re.match(r"(-r|--requirement|-c|--constraint|-e|--editable)[ =]?\s*(.+)", line)
-            value = option[2].strip() if option else line
-            if option and option[1] in ("-r", "--requirement", "-c", "--constraint"):
-                path = os.path.normpath(Path(file).parent / value)
-                if "://" in value:
-                    continue
-                if path.startswith(("..", "/")):
-                    read.outside = (file, line)
-                elif not (folder / path).is_file():
-                    raise UserError(f"{file}: {line} must name an existing file. Mend the line.")
-                elif path not in read.files:
-                    read.files.append(path)
-            elif (option or value.startswith((".", "/", "file:")) or value.endswith((".whl", ".tar.gz"))) and "://" not in value:
-                path = os.path.normpath(value.removeprefix("file:").partition("[")[0])
-                if path.startswith(("..", "/")):
-                    read.outside = (file, line)
-                read.local = read.local or f'"{line}" in {file}'
-            elif not line.startswith("-"):
-                read.names.add(name_of(value))
-    return read
+    def _read(self, folder: Path, file: str, line: str) -> None:
+        option = re.match(r"(-r|--requirement|-c|--constraint|-e|--editable)[ =]?\s*(.+)", line)
+        value = (option[2] if option else line).strip().strip("\"'")
+        includes = option is not None and option[1] not in ("-e", "--editable")
+        is_path = includes or option or value.startswith((".", "/", "file:")) or value.endswith((".whl", ".tar.gz"))
+        if "://" in value.removeprefix("file://") or (line.startswith("-") and not option):
+            return  # an address, or an option of pip
+        if not is_path:
+            self.names.add(name_of(value))
+            return
+        relative = Path(file).parent if includes else Path()  # pip takes other paths from the current folder
+        path = os.path.normpath(relative / re.sub(r"^file:(//)?", "", value).partition("[")[0])
+        if path.startswith(("..", "/")):
+            raise UserError(f"{file}: a path must be inside this folder to be in an image, got {line}. Move it here.")
+        if not (folder / path).exists():
+            raise UserError(f"{file}: a path must exist, got {line}. Mend the line.")
+        if not includes:
+            self.local = self.local or f'"{line}" in {file}'
+        elif path not in self.files:
+            self.files.append(path)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -175,7 +165,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Origin:
-    """How an image gets this version of rankup. `requirement`: for pip. `wheel`: the file to put beside the Dockerfile."""
+    """How an image gets this version of rankup. `requirement`: for pip. `wheel`: a file beside the Dockerfile."""
 
     requirement: str
     wheel: Path | None = None
@@ -216,8 +206,8 @@ def activation(folder: Path, environ: Mapping[str, str]) -> list[str]:
         lines.append(f"module load {modules}")
     named = environ.get("CONDA_DEFAULT_ENV", "")
     if (folder / ".venv").is_dir() or (folder / "uv.lock").is_file():
-        lines.append("source .venv/bin/activate")
-    elif named and named != "base":
+        return lines  # the template has the line for it
+    if named and named != "base":
         lines.append(f'source "{environ.get("CONDA_EXE", "conda").removesuffix("/bin/conda")}/etc/profile.d/conda.sh" '
                      f"&& conda activate {named}")
     elif environment := environ.get("VIRTUAL_ENV"):

@@ -258,7 +258,7 @@ def test_docs_readmes_agree_in_both_languages() -> None:
             assert same or line == translated, translated
 
 
-def test_docs_are_short_and_the_readme_begins_with_a_command() -> None:
+def test_readme_begins_with_a_command() -> None:
     assert read("README.md").splitlines().index("```sh") + 1 < 20
     assert len(read("README.md").splitlines()) < 160
     assert len(read("Makefile").splitlines()) < 80

@@ -24,7 +24,7 @@ FOLDERS = ["setting", "config", "group", "data", "workloads", "parallel", "run",
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "seeds", "urls", "env", "places", "agent", "group", "state", "observe", "explain", "doctor",
-        "process", "loop", "job", "integrations", "launch", "cli", "wheel", "__main__",
+        "process", "loop", "job", "integrations", "launch", "files", "cli", "wheel", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
@@ -192,8 +192,8 @@ def code_and_messages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_schedulers_are_named_only_in_env() -> None:
-    # explain reads the output of all schedulers
-    homes = {ROOT / "rankup" / "env", ROOT / "rankup" / "explain"}
+    # explain reads the output of all schedulers, and files writes their launch files
+    homes = {ROOT / "rankup" / name for name in ("env", "explain", "files")}
     assert all(home.exists() for home in homes)
     others = [path for path in files() if not homes & {*path.parents}]
     assert len(others) > 30
