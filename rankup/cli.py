@@ -252,7 +252,7 @@ def launch(given: argparse.Namespace) -> int:
     option("--requirements", "FILE", "list of packages (the first of uv.lock, pylock.toml, requirements.txt, "
            "pyproject.toml)"),
     option("--apt", "PACKAGE", "a Debian package for the image, as often as needed", action="append", default=[]),
-    option("--file", "FILE", "where to write the launch file (compose.yaml, SCRIPT.sbatch, k8s/SCRIPT.yaml)"),
+    option("--file", "FILE", "where to write the launch file (compose.yaml, or named after SCRIPT)"),
     option("--dockerfile", "FILE", "where to write the Dockerfile (Dockerfile)"),
     option("--diff", bool, "write nothing: compare with what is there; alone: with every file that add wrote"),
     option("--stdout", bool, "write nothing: print the files"),

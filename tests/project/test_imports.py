@@ -195,7 +195,8 @@ def test_schedulers_are_named_only_in_env() -> None:
     # explain reads the output of all schedulers, and files writes their launch files
     homes = {ROOT / "rankup" / name for name in ("env", "explain", "files")}
     assert all(home.exists() for home in homes)
-    others = [path for path in files() if not homes & {*path.parents}]
+    # The command line describes `rankup add`
+    others = [path for path in files() if not homes & {*path.parents} and path != ROOT / "rankup" / "cli.py"]
     assert len(others) > 30
     named = [f"{p}:{line}: {text}" for p in others for line, text in code_and_messages(p) if SCHEDULERS.search(text)]
     assert named == []
