@@ -32,7 +32,10 @@ TOP_LEVEL = {
 # Flags and words with an underscore that belong to other projects
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
                  "--use-env", "--bind-to", "--allow-run-as-root", "--oversubscribe", "--version", "--gloo", "--mpi",
-                 "--separator", "--prefix", "--requirement", "--constraint", "--editable", "--build", "--timestamps", "--overlap", "--jobid", "--mca"}
+                 "--separator", "--prefix", "--timestamps", "--overlap", "--jobid", "--mca",
+                 # of pip, uv and docker compose
+                 "--requirement", "--constraint", "--editable", "--frozen", "--inexact", "--no-dev", "--no-deps",
+                 "--no-install-project", "--system-site-packages", "--quiet", "--build"}
 FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
     "channels_last",
