@@ -22,6 +22,7 @@ from rankup.files.k8s import k8s_variables
 from rankup.files.repository import Origin, Packages, activation, find_origin, find_packages
 from rankup.places.files import staged
 
+IN_IMAGE = "/work"  # the repository in an image; its runs/ is a link to /runs, where launch files mount the runs
 Parse = Callable[[Sequence[str]], Namespace]
 
 HEADER = re.compile(r"^# (rankup add .+)$", re.MULTILINE)
@@ -98,7 +99,7 @@ def plan_files(given: Namespace, folder: Path) -> Plan:
         "name": name, "image": given.image or name, "command": command, "words": words, "options": options,
         "least": least, "most": most, "gpus": gpus, "data": [_data(each, folder) for each in given.data],
         "gpu_ids": lambda rank: [str(rank * gpus + number) for number in range(gpus)],
-        "uid": os.getuid() or 1000, "gid": os.getgid() or 1000,
+        "uid": os.getuid() or 1000, "gid": os.getgid() or 1000, "in_image": IN_IMAGE,
     }
     kinds = given.kinds or KINDS
     if given.file and len(kinds) > 1:
@@ -183,7 +184,7 @@ def _data(given: str, folder: Path) -> Data:
         raise UserError("add: --data must not be this folder itself, which becomes the image.")
     if inside.startswith(".."):
         return Data(str(path), str(path), inside=False)
-    return Data(f"./{inside}", f"/work/{inside}", inside=True)
+    return Data(f"./{inside}", f"{IN_IMAGE}/{inside}", inside=True)
 
 
 def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]) -> None:
@@ -213,7 +214,7 @@ def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]
         "base": f"{variables['name']}-base" if own_base else given.base or python,
         "install_rankup": f"{pip} {f'/tmp/{wheel}' if wheel else shlex.quote(origin.requirement)}" if not known else "",
         "apt": [*given.apt, *(["git"] if "git+" in origin.requirement else [])],
-        "pythonpath": ":".join(folder for folder, needed in (("/work", vendored), ("/work/src", from_src)) if needed),
+        "pythonpath": ":".join([IN_IMAGE] * vendored + [f"{IN_IMAGE}/src"] * from_src),
     }
     plan.files += [File(variables["dockerfile"], render("Dockerfile", variables)),
                    File(".dockerignore", render("dockerignore", variables))]

@@ -2,8 +2,8 @@
 
 `rankup.files.add.plan_files` gives every template these variables: `name` (a DNS label), `image`, `command` (the line
 of the header), `words` (the script and its words), `options` (of `rankup launch`), `least` and `most` (pods), `gpus`
-(of each pod), `data` (objects with `source`, `target`, `inside`). An image has the repository at /work, and runs
-at /work/runs. `python -m rankup launch OPTIONS WORDS` starts the agent.
+(of each pod), `data` (objects with `source`, `target`, `inside`). In an image the repository is at /work, and its
+runs/ is a link to /runs: mount the runs there. `python -m rankup launch OPTIONS WORDS` starts the agent.
 """
 
 from argparse import Namespace
