@@ -34,7 +34,7 @@ LINES = tomllib.loads(Path(__file__).with_name("lines.toml").read_text(encoding=
 # Kinds of lines that are not faults
 LINE = {kind: re.compile("|".join(patterns)) for kind, patterns in LINES["kinds"].items()}
 PREFIX = re.compile("|".join(LINES["prefixes"].values()))
-SPEAKER = re.compile("|".join(LINES["speakers"].values()))
+SPEAKERS = [re.compile(each) for each in LINES["speakers"].values()]
 SPEAKER_WORDS = ("ank", "RANK", "ip=", "host", "node", "pod=", "gpu")
 FIRST_WORD = re.compile(LINES["first_word"]["who"])
 JSON = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in LINES["json"].items()}
@@ -169,9 +169,9 @@ def split_prefixes(text: str, headers: Iterable[re.Pattern[str]] = ()) -> LogLin
     header = next((found for each in headers if (found := each.match(rest))), None)
     head, rest = (header[0], rest[header.end() :]) if header else (rest[:MAX_HEADER].partition(BEGIN)[0], rest)
     said = who_in(first.groupdict()) if header and (first := FIRST_WORD.match(head)) else {}
-    if any(word in head for word in SPEAKER_WORDS):  # the pattern is slow
-        for found in SPEAKER.finditer(head):
-            said |= who_in(found.groupdict())
+    if any(word in head for word in SPEAKER_WORDS):  # the patterns are slow
+        for each in SPEAKERS:
+            said = who_in(found.groupdict()) | said if (found := each.search(head)) else said
     rank, host = (who.get(key, said.get(key)) for key in ("rank", "host"))
     return LogLine(rest, rank, host or "", f"{rank} {host or ''}", bool(said.keys() - who.keys()), rest == whole)
 
