@@ -7,7 +7,8 @@ not import rankup. The agent uses no device and no torch. A job whose number of 
 |                        | leave and reports how each ended. The leader then starts a new membership or ends the job   |
 | an agent is lost       | the same, once its connection ends or is silent too long. A new agent must replace it       |
 | the leader is lost     | every agent makes its ranks leave, and looks for a leader for --join-timeout-s at most      |
-| an agent gets a signal | the leader tells all agents, and each agent passes the signal on to its ranks               |
+| an agent gets a signal | the leader tells all agents, and each agent passes the signal on to its ranks. SIGUSR1 is a |
+|                        | notice if the script handles it, and a request to stop if not                               |
 | in an elastic job      | a spare replaces a lost node, or the job goes on with fewer. The next member replaces a     |
 |                        | lost leader. A node that gets SIGTERM saves together with the others and leaves for good    |
 """
@@ -197,6 +198,8 @@ class Agent:
             self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
             if kind in ("lost", "gone"):
                 self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))
+        elif kind == "notice":
+            self.ranks.notice()
         elif kind == "stop":
             self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
         elif kind == "left_out" and not self._leaves:
@@ -224,7 +227,12 @@ class Agent:
 
     def _on_signal(self, name: str) -> None:
         """Handle a signal that this agent or one of its ranks got. The leader passes it on to all agents. A signal more
-        than REPEAT_S later ends this agent at once. In an elastic job SIGTERM makes only this node leave (`_leave`)."""
+        than REPEAT_S later ends this agent at once. In an elastic job SIGTERM makes only this node leave (`_leave`).
+        SIGUSR1 to a script that handles it is a notice, which asks for no end."""
+        if name == "SIGUSR1" and self.ranks.takes_notice:
+            if not self.send("notice"):
+                self.ranks.notice()
+            return
         if name != "SIGUSR1":
             after_s = time.monotonic() - self._asked_s
             if self._asked_s and after_s > timing.REPEAT_S:

@@ -63,6 +63,7 @@ class Coordinator:
         )
         self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
         self.job = new_job()
+        self._noticed = "", 0.0  # which node has given a notice last, by its token, and when
         self.failures = Counter[str]()  # how often the ranks of each node have failed, by the node's token
         self.taking: asyncio.Task[bool] | None = None  # takes the run's lease, see `ScriptStatus.take`
         works = [self.leader.watch()]
@@ -184,6 +185,12 @@ class Coordinator:
         elif message["is"] == "lost":
             for rank in member.ranks:
                 self.ends.add(End(rank, member.host, KILLED, message["why"]))
+        elif message["is"] == "notice":
+            now_s, (other, noticed_s) = time.monotonic(), self._noticed
+            # A scheduler signals all nodes at once. A second notice to the same node is meant as one
+            if other in ("", member.token) or now_s - noticed_s > timing.REPEAT_S:
+                self._noticed = member.token, now_s
+                self.leader.tell("notice")
         elif message["is"] == "stop":
             self.ends.stopped_by = self.ends.stopped_by or message["signal"]
             self.leader.stop(message["signal"])

@@ -73,9 +73,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send a signal to a process that is not reaped yet. Without a handler for SIGUSR1, the process gets SIGTERM."""
-    if number == signal.SIGUSR1 and not has_handler(pid, number):
-        number = signal.SIGTERM
+    """Send a signal to a process that is not reaped yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the process may have changed its user
         os.kill(pid, number)
 

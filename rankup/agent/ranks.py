@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rankup.agent.ends import End, Verdict, write_end
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.logs import OutputReader, announce_stacks, host_name, last_exception, script_environment
 from rankup.agent.network import SECRET_FILE, in_thread
-from rankup.agent.processes import cpu_quota, explain_sigkill, oom_kills, reap_orphans, within
+from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, oom_kills, reap_orphans, within
 from rankup.agent.protocol import KILLED, Links
 from rankup.agent.quorum import NONE
 from rankup.agent.record import Record
@@ -59,6 +60,15 @@ class Options:
     stop_after: int | None = None  # the last step of this part of a replay
 
 
+class Asked(IntEnum):
+    """What this node's ranks were asked to do. A greater request replaces a smaller one. A notice, SIGUSR1 to a script
+    that handles it, asks for nothing: the job goes on."""
+
+    NOTHING = 0
+    CHANGE = 1  # to stop for another membership, which then starts ranks again
+    STOP = 2  # to stop, because the job ends
+
+
 @dataclass(eq=False)
 class Rank:
     """One rank of this node in one membership. `local_rank`: its index among this agent's ranks; LOCAL_RANK also counts
@@ -69,6 +79,7 @@ class Rank:
     record: Record
     running: bool = True
     told: bool = False
+    notice_due: bool = False  # it gets SIGUSR1 once it has a handler
     alone: bool = False  # it ended with 0 and had met no other rank
     said: End | None = None  # the end that the rank itself reported
     reader: OutputReader | None = None  # only for a script that does not import rankup
@@ -101,8 +112,9 @@ class Ranks:
         self.all_ended.set()
         self._commit: dict[str, Any] = {}
         self._leaving: asyncio.Task[None] | None = None
-        self._passed_on = ""  # the newest signal that was passed on to the ranks
-        self._for_change = False  # that signal only asks the ranks to stop for another membership
+        self._asked, self._passed_on = Asked.NOTHING, ""  # `_passed_on`: the newest signal that asked the ranks to stop
+        self._noticed = False  # the script got a notice, which also holds for the ranks that start later
+        self._notifying: asyncio.Task[None] | None = None
         self._oom_kills = oom_kills()
 
     async def open(self) -> None:
@@ -116,7 +128,7 @@ class Ranks:
 
     @property
     def stopping(self) -> bool:  # True if the job ends, not only this membership
-        return bool(self._passed_on) and not self._for_change
+        return self._asked is Asked.STOP
 
     @property
     def running(self) -> list[Rank]:
@@ -148,8 +160,8 @@ class Ranks:
         for text in (commit.get("why"), commit.get("change")):
             if text:
                 log.warning("%s", text)
-        if self._for_change:
-            self._passed_on, self._for_change = "", False
+        if self._asked is Asked.CHANGE:
+            self._asked, self._passed_on = Asked.NOTHING, ""
         if self.node.limits is not None:
             used = (commit.get("basis") or NONE)["used"]
             if token not in used:  # ranks of an earlier membership may still run; their ends do not matter now
@@ -164,6 +176,8 @@ class Ranks:
             self._start(rank)
         if self._passed_on:  # the signal came before these ranks started
             self._signal(self._passed_on, told=not self.knows_us)
+        elif self._noticed:
+            self.notice()
         return True
 
     def _start(self, rank: Rank) -> None:
@@ -328,7 +342,7 @@ class Ranks:
 
     def pass_on(self, name: str, *, change: bool = False) -> None:
         """Pass on the signal `name`, which asks the ranks to stop. `change`: they stop only for another membership."""
-        self._for_change = change and (self._for_change or not self._passed_on)
+        self._asked = max(self._asked, Asked.CHANGE if change else Asked.STOP)
         if self._passed_on in (name, "SIGTERM", "SIGINT"):
             return
         self._passed_on, running = name, len(self.running)
@@ -346,5 +360,32 @@ class Ranks:
             if told and rank.said is not None and rank.said.code != FINISHED:
                 continue  # it is about to end by itself, and its code says why
             rank.told = rank.told or told
-            # Always SIGTERM for a script with rankup: Python that has just started ends on it without a traceback
-            self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))
+            # Always SIGTERM for a script with rankup: Python that has just started ends on it without a traceback. The
+            # same for a script that does not handle SIGUSR1
+            as_term = self.knows_us or name == "SIGUSR1"
+            self.server.signal(rank.local_rank, signal.SIGTERM if as_term else getattr(signal, name))
+
+    # Notices --------------------------------------------------------------------------------------------------------
+
+    @property
+    def takes_notice(self) -> bool:
+        """Whether SIGUSR1 is only a notice: a rank of this node handles it, or the script has got one before."""
+        pids = [self.server.pids.get(rank.local_rank, 0) for rank in self.running]
+        return not self.knows_us and (self._noticed or any(has_handler(pid, signal.SIGUSR1) for pid in pids if pid))
+
+    def notice(self) -> None:
+        """Pass on SIGUSR1 as a notice, to each rank once it has a handler. Until then the rank ignores the signal."""
+        self._noticed = True
+        for rank in self.running:
+            rank.notice_due = True
+        log.info("SIGUSR1: a notice for %d rank%s", len(self.running), "" if len(self.running) == 1 else "s")
+        if self._notifying is None or self._notifying.done():
+            self._notifying = self.begin(self._notify())
+
+    async def _notify(self) -> None:
+        while due := [rank for rank in self.running if rank.notice_due]:
+            for rank in due:
+                if (pid := self.server.pids.get(rank.local_rank)) and has_handler(pid, signal.SIGUSR1):
+                    rank.notice_due = False
+                    self.server.signal(rank.local_rank, signal.SIGUSR1)
+            await asyncio.sleep(timing.PAUSE_S)

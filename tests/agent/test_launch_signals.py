@@ -123,6 +123,52 @@ def test_stop_after_a_notice_lets_ranks_save(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0-0", "saved-1-0"}
 
 
+NOTICED = """
+count = 0
+def notice(*_):
+    global count
+    count += 1
+    say(f"noticed{count}")
+if restart: say("started"), wait_for("ready")
+signal.signal(signal.SIGUSR1, notice)
+"""
+
+
+def test_job_goes_on_after_notices_and_restarted_ranks_get_them_too(tmp_path: Path) -> None:
+    """A second notice arrives, a lost rank is replaced, and the notice waits for the handler of a new rank."""
+    with ended(launch(tmp_path, NOTICED + WAITS)) as job:
+        for after in ("here", "noticed1"):
+            for rank in TWO:
+                pid = pid_of(tmp_path, rank, name=after)
+            job.processes[0].send_signal(signal.SIGUSR1)
+        for rank in TWO:
+            pid_of(tmp_path, rank, name="noticed2")
+        os.kill(pid, signal.SIGKILL)
+        for rank in TWO:
+            pid_of(tmp_path, rank, restart=1, name="started")
+        (tmp_path / "ready").touch()
+        for rank in TWO:
+            pid_of(tmp_path, rank, restart=1, name="noticed1")
+        (tmp_path / "go").touch()
+        assert job.wait() == [0], job.output
+    assert status(tmp_path)["state"] == "finished"
+
+
+@pytest.mark.parametrize("signalled", [[1], [0, 1]])
+def test_notice_reaches_each_rank_once_however_many_nodes_got_it(signalled: list[int], tmp_path: Path) -> None:
+    with ended(nodes(tmp_path, NOTICED + "say('here')\nwait_for('go')\nsys.exit(3)")) as job:
+        folders = [tmp_path / f"node{node}" for node in TWO]
+        for rank in TWO:
+            pid_of(folders[rank], rank)
+        for node in signalled:
+            job.processes[node].send_signal(signal.SIGUSR1)
+        for rank in TWO:
+            pid_of(folders[rank], rank, name="noticed1")
+            (folders[rank] / "go").touch()
+        assert job.wait() == [3, 3], job.output  # the script's own code counts
+    assert not list(tmp_path.glob("node*/noticed2-*"))
+
+
 @pytest.mark.parametrize("node", TWO)
 def test_stop_while_agents_meet_ends_the_job_at_once(node: int, tmp_path: Path) -> None:
     port = free_port()
