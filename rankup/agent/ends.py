@@ -19,12 +19,22 @@ import secrets
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rankup.env.rank_env import RankEnv
-from rankup.errors import FINISHED, PEER_LOST, STOPPED, USER_MISTAKE, JoinError, PeerLost, root_cause, worth_restarting
+from rankup.errors import (
+    FAULT,
+    FINISHED,
+    PEER_LOST,
+    STOPPED,
+    USER_MISTAKE,
+    JoinError,
+    PeerLost,
+    root_cause,
+    worth_restarting,
+)
 from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
 from rankup.timing import VICTIM_LATER_S
@@ -134,6 +144,12 @@ class Ends:
         if not ends:
             return Verdict(STOPPED if self.stopped_by else None)
         code, cause = cause_of(ends)
+        if code == PEER_LOST and ends[0].code == FINISHED and ends[0].explains and not (self.stopped_by or resizing):
+            # The others lost a rank that had no work left. They would lose it again in each attempt
+            first = next(end.rank for end in ends if end.code != FINISHED)
+            why = f"it ended with 0 while rank {first} still exchanged data with it"
+            code, cause = FAULT, replace(ends[0], code=FAULT, why=why)
+            self.latest[0] = cause
         if code == PEER_LOST and (self.stopped_by or resizing):
             code = STOPPED
         if code == STOPPED and resizing and not self.stopped_by:

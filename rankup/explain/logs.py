@@ -107,6 +107,8 @@ def _of_run(directory: Path) -> Iterator[Log]:
     attempt, ends = str(status.get("attempt", "")), []
     folder = directory / "status" / attempt
     for end in map(read_json, sorted(folder.glob("rank-*.json"))):
+        if end.get("state") == "finished":  # only all ends together show that it ended too early
+            end = status.get("ranks", {}).get(str(end.get("rank")), end)
         if end.get("state") == "failed" and not end.get("told"):
             # Write a user's mistake as the terminal shows it
             code, why = end.get("code"), end.get("why")

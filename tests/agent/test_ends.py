@@ -32,6 +32,10 @@ def ended(*codes: int | End) -> Ends:
     ([End(0, "n", 1, RESET), End(1, "n", 137, "SIGKILL")], None),
     ([End(0, "n", 1, RESET), End(1, "n", 1, RESET)], None),
     ([End(0, "n", 1, RESET), End(1, "n", 3, "ValueError: boom")], 3),
+    ([FINISHED, End(1, "n", 1, RESET), End(2, "n", 143, told=True)], FAULT),  # rank 0 left while others exchanged
+    ([FINISHED, End(1, "n", 1, RESET), End(2, "n", 137, "SIGKILL")], None),
+    ([End(0, "n", 0, told=True), End(1, "n", 1, RESET)], None),
+    ([End(0, "n", 1, RESET), FINISHED], None),
     # A rank that was told to leave says nothing about the cause
     ([End(0, "n", 1, "KeyboardInterrupt", told=True), 137], None),
     ([End(0, "n", 143, told=True), FAULT], FAULT),

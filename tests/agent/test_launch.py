@@ -302,6 +302,19 @@ def test_exit_of_a_script_has_a_cause(begin: str, cause: str, forks: Forks, tmp_
     assert cause in diagnose_files([tmp_path / "runs/job"])[0].seen
 
 
+def test_rank_that_ends_with_0_while_others_exchange_is_the_cause_and_nothing_is_repeated(
+    forks: Forks, tmp_path: Path
+) -> None:
+    text = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nsay('here')\n"
+    text += "for _ in range(1 if rank == 1 else 2): dist.all_reduce(torch.ones(1))"
+    output = forks.ends("launch", "--nproc=3", f"--run-dir={tmp_path}/runs", write(tmp_path, text), code=1)
+    why = r"it ended with 0 while rank [02] still exchanged data with it"
+    assert re.search(rf"^rank 1 on \S+ ended with 1 \({why}\) \(exit code 1\)$", output, re.MULTILINE), output
+    assert not [*tmp_path.glob("here-*-1")]  # no restart
+    cause = diagnose_files([tmp_path / "runs/job"])[0]
+    assert (cause.title, cause.rank) == ("a rank left the training too early", 1)
+
+
 def test_exception_of_one_rank_ends_all_and_is_named(tmp_path: Path) -> None:
     text = "say('here')\nif rank == 1: raise MemoryError('boom')\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:
