@@ -20,7 +20,7 @@ from rankup import Job
 
 
 class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
-    """Tracks the model, optimizers and schedulers of the Trainer, and makes each batch's optimizer steps one step.
+    """Tracks the Trainer's model, optimizers, schedulers and loss scale. Makes each batch's optimizer steps one step.
 
     If the job is asked to stop, `Trainer.fit` raises `rankup.Stopped`, after a save. Do not catch it.
     """
@@ -33,7 +33,9 @@ class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
         self._progress = Progress(trainer.fit_loop)
         optimizers = {f"optimizer{n}": each for n, each in enumerate(trainer.optimizers)}
         schedulers = {f"scheduler{n}": each.scheduler for n, each in enumerate(trainer.lr_scheduler_configs)}
-        self.job.track(model=trainer.strategy.model, progress=self._progress, **optimizers, **schedulers)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # of fp16, which scales the loss
+        more = {"scaler": scaler} if scaler is not None else {}
+        self.job.track(model=trainer.strategy.model, progress=self._progress, **optimizers, **schedulers, **more)
         self._epochs = self.job.epochs(trainer.max_epochs)
         next(self._epochs, None)
         self._follow(trainer)

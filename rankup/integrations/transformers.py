@@ -24,7 +24,7 @@ from rankup.seeds import derive_seed, seed_everything
 
 
 class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Tracks the model, optimizer and scheduler of the Trainer, and makes each of its steps a step of `job`.
+    """Tracks the Trainer's model, optimizer, scheduler and loss scale. Makes each of its steps a step of `job`.
 
     If the job is asked to stop, `Trainer.train` raises `rankup.Stopped`, after a save. Do not catch it.
     """
@@ -37,23 +37,29 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def checkpoint(self) -> str | None:
         """Restore the model, and return the folder for `resume_from_checkpoint`, None at the beginning of a run. All
-        ranks call this once. The folder holds the restored weights and the Trainer's record of its progress. The rest
-        of the copy is restored when training begins.
+        ranks call this once. The folder holds the Trainer's record of its progress. The rest of the copy is restored
+        when training begins.
         """
         self.job.track(model=self.trainer.model, progress=self._progress)
         # Accelerate derives the order of the samples from the current seed, and `track` has set another one
         seed_everything(self.trainer.args.seed, self.job.device)
         if not self.job.step_number:
             return None
-        folder = self.job.run_dir / "trainer"
-        self.trainer.save_model(str(folder))  # rank 0 writes it
-        if self.job.is_main:
-            (folder / "trainer_state.json").write_text(json.dumps(self._progress["state"]))
-        self.job.gather(0)  # a barrier: all ranks read the folder once rank 0 has written it
+        # Each rank has a folder of its own, because nodes may share no disk
+        folder = self.job.run_dir / "trainer" / f"rank-{self.job.rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "trainer_state.json").write_text(json.dumps(self._progress["state"]))
+        self.trainer._load_from_checkpoint = self._load_nothing
         return str(folder)
 
+    def _load_nothing(self, *_: Any) -> None:
+        """Take the place of the Trainer's own reading of weights, once: `track` has restored them."""
+        del self.trainer._load_from_checkpoint
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        self.job.track(optimizer=objects["optimizer"], scheduler=objects["lr_scheduler"])
+        scaler = self.trainer.accelerator.scaler  # of fp16, which scales the loss
+        more = {"scaler": scaler} if scaler is not None else {}
+        self.job.track(optimizer=objects["optimizer"], scheduler=objects["lr_scheduler"], **more)
         self.job.begin()
         self.job.agreement.rest_at = float("inf")  # the Trainer's record has times, which differ between ranks
         if state.global_step > self._progress["settled"]:

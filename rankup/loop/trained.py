@@ -4,6 +4,7 @@ Many loops track a bare module and train its DDP wrapper. DDP decides in which o
 to know every wrapper of a tracked parameter.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -96,12 +97,22 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> bool:
     return True
 
 
+def _scaler() -> Any:
+    """Return the GradScaler that called the optimizer's step from which this is called, or None."""
+    frame = sys._getframe()
+    for _ in range(8):  # hooks, torch's wrappers of a step, and the scaler's own methods
+        if frame is None or isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return frame and frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
 def watch_optimizers(tracked: Any, say: Callable[[str], None]) -> None:
     """Look at each optimizer that steps during the first steps. `tracked`: a `rankup.loop.tracked.Tracked`.
 
     Raises UserError in the step of a tracked optimizer that trains parameters of no tracked object: a resume would give
-    it a state that belongs to other weights. Calls `say` once for each optimizer that is not tracked, if a restart
-    would reset its state or its parameters.
+    it a state that belongs to other weights. Calls `say` once for each optimizer and GradScaler that is not tracked, if
+    a restart would reset its state or its parameters.
     """
     if any(not isinstance(item, HOLD_NO_OPTIMIZER) for item in tracked.items.values()):
         return  # such an item may hold modules and optimizers
@@ -120,6 +131,10 @@ def watch_optimizers(tracked: Any, say: Callable[[str], None]) -> None:
                 f"track: {name} must train only parameters of tracked objects, got {len(lost)} of {len(trained)} "
                 "tensors that belong to none. Give job.track their module too."
             )
+        scaler = _scaler()
+        if scaler is not None and id(scaler) not in {*said, *map(id, tracked.items.values())}:
+            said.add(id(scaler))
+            say("track: GradScaler works and is not tracked: a restart resets its scale, and the weights will differ")
         if name is None and (optimizer.state or lost) and said.isdisjoint(own):
             said.update(own)
             what = " and ".join(["its state"] * bool(optimizer.state) + ["its parameters"] * bool(lost))

@@ -92,6 +92,20 @@ def test_untracked_optimizer_that_steps_is_named_once() -> None:
     assert len(said) == 2
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_scaler_in_use_that_is_not_tracked_is_named_once(kept: bool) -> None:
+    model, said, tracked, scaler = nn.Linear(2, 1), list[str](), Tracked(), torch.amp.GradScaler("cpu")
+    sgd = torch.optim.SGD(model.parameters())
+    tracked.add({"model": model, "sgd": sgd} | ({"scaler": scaler} if kept else {}))
+    watch_optimizers(tracked, said.append)
+    for _ in range(2):
+        scaler.scale(model(torch.ones(2)).sum()).backward()
+        scaler.step(sgd)
+        scaler.update()
+    why = "GradScaler works and is not tracked: a restart resets its scale, and the weights will differ"
+    assert said == ([] if kept else [f"track: {why}"])
+
+
 def test_optimizer_may_have_any_names_of_settings() -> None:
     class Line(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:

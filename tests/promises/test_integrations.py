@@ -25,10 +25,11 @@ each = pytest.mark.parametrize("name", [
 ])
 
 
-def run(forks: Forks, folder: Path, name: str, **env: str) -> tuple[list[int], str]:
+def run(forks: Forks, folder: Path, name: str, other: Path | None = None, **env: str) -> tuple[list[int], str]:
+    """Run two ranks in `folder`, or the second one in `other`, as on a node with a disk of its own."""
     words = (STRUCK, FOLDER / f"{name}.py")
     preload = "tests.rigs.struck:by_fork"
-    return forks.run(*words, world_size=2, cwds=[folder] * 2, preload=preload, env=env)
+    return forks.run(*words, world_size=2, cwds=[folder, other or folder], preload=preload, env=env)
 
 
 @each
@@ -58,3 +59,16 @@ def test_integrations_resume_to_the_same_weights(name: str, once: Once, loaded: 
     assert codes == [0], f"{stop} {blow}\n{output}"
     assert look(tmp_path / "runs" / name.partition("_")[0], now=time.time())["step"] == steps
     assert digest(tmp_path, name) == expected, f"{stop} {blow}\n{output}"
+
+
+@pytest.mark.skipif(not PACKAGES["transformers"], reason="needs transformers")
+def test_trainer_resumes_on_nodes_that_share_no_disk(loaded: Forks, tmp_path: Path) -> None:
+    folders = tmp_path / "one", tmp_path / "two"
+    for folder in folders:
+        folder.mkdir()
+    stop = strike(tmp_path, signal="SIGTERM", rank=0, call=3, hold_s=0.15)
+    codes, output = run(loaded, folders[0], "trainer_loop", folders[1], **stop)
+    assert codes == [143, 143], output
+    codes, output = run(loaded, folders[0], "trainer_loop", folders[1])
+    assert codes == [0, 0], output
+    assert "resumed from step-" in output

@@ -1,10 +1,12 @@
-"""Lightning's Trainer with dropout, a schedule, a validation, and rankup's callback."""
+"""Lightning's Trainer with dropout, a schedule, a validation, fp16 whose loss scale grows until it skips steps, and
+rankup's callback."""
 
 import os
 import warnings
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,6 +41,7 @@ def main():
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", max_epochs=3, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[RankupCallback(job)],
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2))],
     )
     loader = DataLoader(dataset, batch_size=24, shuffle=True)
     trainer.fit(module, job.batches(loader), DataLoader(dataset, batch_size=60))

@@ -1,5 +1,6 @@
 """A BERT classifier with transformers' Trainer, dropout, batch norm, random values of numpy, and rankup's callback. The
-schedule follows the evaluation after each step. The Trainer also writes its own checkpoints. Rank 1 is slow."""
+schedule follows the evaluation after each step. The Trainer also writes its own checkpoints. Rank 1 is slow. In
+fp16 the scale of the loss grows until it skips steps."""
 
 import os
 import time
@@ -17,7 +18,8 @@ from tests.rigs.foreign.bert_trainer import Tokens, small_bert
 class OwnTrainer(Trainer):
     def training_step(self, *inputs):
         time.sleep(0.2 * (os.environ["RANK"] == "1" and self.state.global_step < 20))
-        return super().training_step(*inputs)
+        with torch.autocast("cpu", torch.float16):  # the Trainer's own fp16 needs a GPU
+            return super().training_step(*inputs)
 
     def log(self, logs, *more):
         super().log({**logs, "own": np.float64(0.5), "more": np.ones(2)}, *more)
@@ -36,6 +38,7 @@ def main():
     model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(model.config.hidden_size), model.classifier)
     trainer = OwnTrainer(model=model, args=args, train_dataset=Tokens(240), eval_dataset=Tokens(8),
                          compute_metrics=lambda _: {"constant": np.float32(1)})
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
     callback = RankupCallback(job, trainer)
     trainer.train(resume_from_checkpoint=callback.checkpoint())
     if trainer.is_world_process_zero():
