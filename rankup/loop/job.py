@@ -39,7 +39,7 @@ class Job:
         self.run_dir, self.device, self.is_main = group.run_dir, group.device, group.is_rank0
         self.rank, self.local_rank, self.world_size = group.rank, group.rank_env.local_rank, group.world_size
         self.position = position = Position.of(run.newest.record if run.newest is not None else None)
-        self.tracked = Tracked(share_all=settings.share_all and group.world_size > 1)
+        self.tracked = Tracked(share_all=settings.share_all and group.world_size > 1, device=group.device)
         self.agreement = Agreement(group, run, self.tracked.items, every=settings.compare_every_steps)
         self.reporting = Reporting(group, run, settings, position)
         self.saving = Saving(group, run, self.tracked, self.reporting, self.agreement, settings, position)

@@ -29,6 +29,7 @@ CHECKS = 20  # only the first checks look at all objects: a mistake in a loop sh
 LARGE_BYTES = 64 * 2**20  # compute no digests of larger tensors; parameters are checked without digests
 FILLED_IN_PLACE = (dict, list, torch.Tensor)
 WRAPPERS = (DistributedDataParallel, DataParallel)
+CPU = torch.device("cpu")
 
 
 class Tracked:
@@ -38,12 +39,12 @@ class Tracked:
     dictionaries of buffers that all ranks get from rank 0.
     """
 
-    def __init__(self, *, share_all: bool = False) -> None:
-        """`share_all`: all modules get rank 0's buffers, not only modules in DDP."""
+    def __init__(self, *, share_all: bool = False, device: torch.device = CPU) -> None:
+        """`share_all`: all modules get rank 0's buffers, not only modules in DDP. `device`: this rank's device."""
         self.items: dict[str, Any] = {}
         self.split = False
         self.shared: list[dict[str, Any]] = []
-        self._share_all = share_all
+        self._share_all, self._device = share_all, device
         self._names: dict[str, dict[str, str]] = {}  # by module: live name -> bare name
         self._holders: dict[str, list[tuple[str, dict[str, Any]]]] = {}  # by module: prefixes and buffer dictionaries
         # The modules' parameters when they were tracked: FSDP2 registers others during a forward pass, and leaves the
@@ -69,11 +70,13 @@ class Tracked:
                     f"track: {name} must have state_dict and load_state_dict, or be a dict, a list or a tensor, got "
                     f"{type(item).__name__}, which can't be filled in place. Put it into a dict: {name}={{...}}."
                 )
-            if hasattr(item, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer, fairscale's OSS
-                raise UserError(
-                    f"track: {name} must hold its whole state on each rank, got {type(item).__name__}, which splits it "
-                    "among the ranks. Use an optimizer of torch.optim, or FSDP2 (fully_shard), which splits all state."
-                )
+            for each in item.modules() if isinstance(item, nn.Module) else (item,):
+                # torch's ZeroRedundancyOptimizer and fairscale's OSS; torch's FullyShardedDataParallel
+                if hasattr(each, "consolidate_state_dict") or hasattr(each, "_fsdp_wrapped_module"):
+                    raise UserError(
+                        f"track: {name} must hold its whole state on each rank, got {type(each).__name__}, which "
+                        "splits it. Use an optimizer of torch.optim, or FSDP2 (fully_shard), whose split rankup knows."
+                    )
         self.items |= items
         for name, item in items.items():
             if isinstance(item, nn.Module):
@@ -82,7 +85,9 @@ class Tracked:
                 self._schedulers[name] = item
             elif isinstance(item, Optimizer):
                 self._optimizers[name] = item
-        self.split |= any(hasattr(tensor, "to_local") for tensor in encode(self._state_of(items))[1].values())
+        tensors = encode(self._state_of(items))[1]
+        check_devices({path: tensor.device for path, tensor in tensors.items()}, self._device)
+        self.split |= any(hasattr(tensor, "to_local") for tensor in tensors.values())
         self.commit()
 
     def _add_module(self, name: str, module: nn.Module) -> None:
@@ -293,6 +298,17 @@ class Tracked:
 
         for optimizer in self._optimizers.values():
             _init_optim_state(optimizer)
+
+
+def check_devices(found: dict[str, torch.device], own: torch.device) -> None:
+    """Raise UserError if a tracked tensor, by its path in `found`, is neither on the CPU nor on `own`, this rank's
+    device: only there rankup knows when a step's work is done. A copy could hold parts of two steps."""
+    for path, device in found.items():
+        if device.type != "cpu" and (device.type, device.index or 0) != (own.type, own.index or 0):
+            raise UserError(
+                f"track: {path} must be on this rank's device, {own}, or on the CPU, got {device}. Put it on "
+                "job.device: rankup keeps no state that a rank spreads over several devices."
+            )
 
 
 def has_state(item: Any) -> bool:

@@ -99,7 +99,7 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> bool:
 
 def _scaler() -> Any:
     """Return the GradScaler that called the optimizer's step from which this is called, or None."""
-    frame = sys._getframe()
+    frame: Any = sys._getframe()
     for _ in range(8):  # hooks, torch's wrappers of a step, and the scaler's own methods
         if frame is None or isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
             return frame and frame.f_locals["self"]

@@ -1,6 +1,7 @@
 """Tracked objects: a copy has the state of the last commit, and errors name the path of a value. tests/job/test_loop.py
 tests that a restored loop continues with the same bits."""
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from rankup.errors import UserError
-from rankup.loop.tracked import Tracked
+from rankup.loop.tracked import Tracked, check_devices
 from rankup.loop.trained import watch_optimizers
 
 
@@ -90,6 +91,25 @@ def test_untracked_optimizer_that_steps_is_named_once() -> None:
     (weight := nn.Parameter(torch.ones(1))).grad = torch.ones(1)
     torch.optim.AdamW([weight]).step()
     assert len(said) == 2
+
+
+@pytest.mark.parametrize(("own", "device", "fits"), [
+    ("cuda:0", "cuda:1", False), ("cuda:1", "cuda", False), ("cpu", "cuda:0", False),
+    ("cuda:1", "cuda:1", True), ("cuda:1", "cpu", True), ("mps", "mps:0", True),
+])
+def test_state_on_another_device_than_the_ranks_is_refused(own: str, device: str, fits: bool) -> None:
+    """rankup waits for the work of one device only, so a copy could hold parts of two steps."""
+    found = {"net/0.bias": torch.device("cpu"), "net/1.bias": torch.device(device)}
+    refused = pytest.raises(UserError, match=f"net/1.bias must be on this rank's device, {own}, .* got {device}")
+    with contextlib.nullcontext() if fits else refused:
+        check_devices(found, torch.device(own))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", ["cuda:0", "cpu"])
+def test_tracked_module_on_a_gpu_needs_a_rank_with_that_gpu(own: str) -> None:
+    with contextlib.nullcontext() if own == "cuda:0" else pytest.raises(UserError, match="net/bias must be on"):
+        Tracked(device=torch.device(own)).add({"net": nn.Linear(1, 1).cuda()})
 
 
 @pytest.mark.parametrize("kept", [True, False])

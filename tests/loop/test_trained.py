@@ -157,14 +157,19 @@ def test_optimizer_that_splits_its_state_is_refused(forks: Forks, tmp_path: Path
     assert output.count("track: adam must hold its whole state on each rank, got other states of equal weights") == 1
 
 
-ZERO = ("from torch.distributed.optim import ZeroRedundancyOptimizer as Zero\n"
-        "adam = Zero(net.parameters(), torch.optim.Adam, lr=1e-2)\n" + trained())
+SPLIT = {
+    "ZeroRedundancyOptimizer": "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+                               "adam = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=1e-2)\n",
+    "FullyShardedDataParallel": "from torch.distributed.fsdp import FullyShardedDataParallel\n"
+                                "net = nn.Sequential(FullyShardedDataParallel(net, device_id=torch.device('cpu')))\n",
+}
 
 
-def test_zero_redundancy_optimizer_is_refused(forks: Forks, tmp_path: Path) -> None:
-    text = script("warnings.simplefilter('ignore')\n" + ZERO)
+@pytest.mark.parametrize("kind", SPLIT)
+def test_state_that_ranks_split_unknown_to_rankup_is_refused(forks: Forks, tmp_path: Path, kind: str) -> None:
+    text = script(f"warnings.simplefilter('ignore')\n{SPLIT[kind]}" + trained())
     output = ran(forks, tmp_path, text, ranks=2, code=2)
-    assert output.count("track: adam must hold its whole state on each rank, got ZeroRedundancyOptimizer") == 1
+    assert len(re.findall(f"error: track: .* must hold its whole state on each rank, got {kind}", output)) == 1
 
 
 NAMES = {
