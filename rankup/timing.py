@@ -36,7 +36,7 @@ DECIDE_S = 1.0  # before this rank's state is rescued, for a comparison that may
 LAST_MESSAGE_S = 2.0  # for the last messages of an ending process, or of a peer that may be gone
 SAY_S = 2.0  # for a message to the agent, because a stopped agent reads nothing
 UNNOTICED_S = 2.0  # ranks notice a lost peer within a second; a rank that waits for it to join is told after this time
-LEAVE_S = 15.0  # after one rank has ended, all other ranks of the job must end within this time
+LEAVE_S = 15.0  # after one rank has ended, all others must end within this time of their last progress with a rescue
 SCRIPT_LEAVE_S = 5.0  # the same for a script that does not import rankup: it has only its own state to write
 REACH_S = 5.0  # for reaching the step at which all ranks stop; a rank that waits for data, or evaluates, will not
 # torchrun passes a signal on to ranks that may have got it already, within milliseconds. Slurm and Kubernetes repeat a

@@ -318,11 +318,24 @@ class Ranks:
         await self._kill_after(settle_s, "the others")
 
     async def _kill_after(self, settle_s: float, event: str) -> None:
-        if await self.ended_within(settle_s):
-            return
-        for rank in self.running:
-            log.warning("rank %d did not end within %g s after %s: killed", rank.number, settle_s, event)
-        await self.end()
+        """Kill the ranks that still run after `settle_s` seconds. While one of them writes its state, which may take
+        minutes, they get another LEAVE_S."""
+        said, before = False, self._written()
+        while not await self.ended_within(settle_s):
+            now = self._written()
+            busy = [number for number, written in now.items() if written > before[number]]
+            if not busy:
+                for rank in self.running:
+                    log.warning("rank %d did not end within %g s after %s: killed", rank.number, settle_s, event)
+                await self.end()
+                return
+            if not said:
+                log.info("rank %d still writes its state: no rank is killed while it makes progress", busy[0])
+            said, before, settle_s, event = True, now, timing.LEAVE_S, "the last progress"
+
+    def _written(self) -> dict[int, int]:
+        """Return how many bytes of its state each running rank has written, by rank."""
+        return {number: int(record.written) for number, record in self.running_records().items()}
 
     async def end(self) -> None:
         """Kill the ranks that still run, and return when all have ended."""

@@ -63,7 +63,8 @@ class Record(ctypes.Structure):
     the value of `stop` that all nodes agreed on. `heartbeat_s`: the last heartbeat, 0 before the first one. `waiting`:
     the rank waits for other ranks, so these are to blame for a delay. `finished`: the rank has done all its work.
     `alone`: at its end the rank had met no other one, see `rankup.agent.alone`. `batches`, `passes`: how many batches
-    of `job.batches` the rank has got, and how many passes over a loader it has ended, in this attempt.
+    of `job.batches` the rank has got, and how many passes over a loader it has ended, in this attempt. `written`: how
+    many bytes of its state the rank has copied or written to disk: it grows while a rescue makes progress.
 
     Not in that memory: `clock` adds up this process's phases. `entered` is the phase and timeout it entered last."""
 
@@ -71,8 +72,8 @@ class Record(ctypes.Structure):
         ("rank", ctypes.c_int64), ("waiting", ctypes.c_bool), ("_blocked", ctypes.c_bool), ("step", ctypes.c_int64),
         ("began_s", ctypes.c_double), ("_phase", _Phase), ("stop", ctypes.c_int64), ("confirmed", ctypes.c_int64),
         ("heartbeat_s", ctypes.c_double), ("finished", ctypes.c_bool), ("alone", ctypes.c_bool),
-        ("batches", ctypes.c_int64), ("passes", ctypes.c_int64), ("_location", ctypes.c_char * 256),
-        ("_begun", ctypes.c_char * 512),
+        ("batches", ctypes.c_int64), ("passes", ctypes.c_int64), ("written", ctypes.c_int64),
+        ("_location", ctypes.c_char * 256), ("_begun", ctypes.c_char * 512),
     )
 
     @classmethod
@@ -187,6 +188,10 @@ class Record(ctypes.Structure):
     def _write(self, entered_s: float, timeout_s: float, phase: str) -> None:
         self.entered = (phase, timeout_s)
         self._phase = _Phase(entered_s, timeout_s, phase.encode(errors="replace")[:64])
+
+    def note_written(self, size: int) -> None:
+        """Write that this rank has written `size` more bytes of its state. Two threads may lose one sum of two."""
+        self.written += size
 
     def beat(self, location: str, *, blocked: bool = False, begun: Mapping[str, int] | None = None) -> None:
         """Write that this rank is alive, and its place in the program. Any thread may call this. `blocked`: it waits in

@@ -355,6 +355,7 @@ class Watchdog:
             saving, self._saving = self._saving, None
             if saving is not None:
                 self.record.extend(self._saving_timeout_s + timing.LEAVING_S)
+                self.record.note_written(1)  # the agent kills no rank that makes progress
                 within(self._saving_timeout_s, saving.rescue)
                 self.record.extend(timing.LEAVING_S)
 

@@ -104,6 +104,7 @@ class Saving:
         self.group, self.run, self.tracked, self.position = group, run, tracked, position
         self.reporting, self.agreement, self.settings = reporting, agreement, settings
         self.commit_lock = CommitLock(position, group.device, alone=group.world_size == 1)
+        copies.on_write[:] = [group.record.note_written]
         self.about: dict[str, Any] = {}
         self.loader_states: list[Any] = []
         self._filling = Filling()  # of the items that were restored so far
@@ -304,5 +305,7 @@ class Saving:
         with self.commit_lock.own_stream():
             nodes, tensors = tree.encode(self._own())
             if self.group.device.type == "cuda":  # tensors on the host need no copy, because the training has stopped
-                tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+                for name, tensor in tensors.items():
+                    tensors[name] = tensor.cpu()
+                    self.group.record.note_written(tensor.nbytes)
         return {STATE: self._record(position), **tree.files_of(nodes, tensors)}

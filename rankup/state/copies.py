@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,8 @@ Check = Callable[[Path, dict[str, Any]], object]
 
 # What reading a damaged manifest may raise
 _NO_MANIFEST = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+CHUNK = 16 * 2**20  # bytes
+on_write: list[Callable[[int], object]] = []  # called with the size of each chunk that this process has written
 uploading: set[Path | None] = set()  # the copies that this process is uploading to another place; no save removes them
 
 
@@ -152,12 +155,12 @@ def to_json(value: dict[str, Any]) -> bytes:
 
 def save(
     directory: Path, files: Mapping[str, Content], *, step: int, keep: int,
-    check_owner: Callable[[], None] = lambda: None,
+    check_owner: Callable[[], None] = lambda: None, sync: bool = True,
 ) -> Path:
     """Write a copy that this process holds whole. Parameters, result and errors: as in `publish`."""
     check_owner()
     staging = create_staging(staging_of(directory, step))
-    return publish(staging, files, {}, step=step, keep=keep, check_owner=check_owner)
+    return publish(staging, files, {}, step=step, keep=keep, check_owner=check_owner, sync=sync)
 
 
 def staging_of(directory: Path, step: int = 0, token: str = "") -> Path:
@@ -175,19 +178,21 @@ def create_staging(staging: Path) -> Path:
 
 def publish(
     staging: Path, files: Mapping[str, Content], written: dict[str, Fingerprint], *, step: int, keep: int,
-    check_owner: Callable[[], None] = lambda: None,
+    check_owner: Callable[[], None] = lambda: None, sync: bool = True,
 ) -> Path:
     """Add `files` to those that the ranks have `written` in `staging`, rename the folder to its final name, and remove
     all copies but the `keep` newest that look whole. Return the path of the copy.
 
-    `check_owner` raises if another attempt owns the run by now. Raises UserError if the disk is full or not writable.
+    `check_owner` raises if another attempt owns the run by now. `sync`: whether the copy must survive the end of this
+    machine. Raises UserError if the disk is full or not writable.
     In any case `staging` is gone afterwards.
     """
     directory = staging.parent
     target = directory / f"step-{step:08d}"
     try:
         with disk_errors("checkpoint", directory, check_owner):
-            entries = written | {name: write_durably(staging / name, content) for name, content in files.items()}
+            write = write_durably if sync else partial(write_durably, sync=False)
+            entries = written | {name: write(staging / name, content) for name, content in files.items()}
             write_durably(staging / MANIFEST, [to_json({"step": step, "files": entries})])
             _sync(staging)
             check_owner()
@@ -200,17 +205,23 @@ def publish(
     return target
 
 
-def write_durably(path: Path, content: Iterable[Any]) -> Fingerprint:
-    """Write and sync `content`, bytes or pieces of bytes. Return the file's manifest entry. Raises OSError."""
+def write_durably(path: Path, content: Iterable[Any], *, sync: bool = True) -> Fingerprint:
+    """Write `content`, bytes or pieces of bytes, and sync it unless `sync` is False. Return the file's manifest entry.
+    Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for piece in [content] if isinstance(content, bytes | bytearray) else content:
-            file.write(piece)
-            digest.update(piece)
+            for begin in range(0, len(piece), CHUNK):
+                chunk = memoryview(piece)[begin:begin + CHUNK]
+                file.write(chunk)
+                digest.update(chunk)
+                for note in on_write:
+                    note(len(chunk))
             size += len(piece)
         file.flush()
         # close() leaves the bytes in the page cache. After a power cut the rename could survive without the contents
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

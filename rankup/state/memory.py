@@ -110,7 +110,7 @@ def write_rescue(run: str, step: int, attempt: str, make_files: Callable[[], Map
 
     def save(home: Path) -> None:
         remove_unfinished(home / run)
-        copies.save(home / run, files, step=step, keep=1)
+        copies.save(home / run, files, step=step, keep=1, sync=False)  # a slow disk may take minutes to sync
 
     remove_abandoned()
     folder = in_memory(open_folder)

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from rankup import timing
 from rankup.agent.agent import Agent
 from rankup.agent.coordinator import Coordinator
 from rankup.agent.ends import End
 from rankup.agent.network import encode
 from rankup.agent.quorum import NONE
-from rankup.agent.ranks import Options, Ranks
+from rankup.agent.ranks import Options, Rank, Ranks
+from rankup.agent.record import Record
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
 from tests.rigs.meeting_room import member
@@ -105,6 +107,39 @@ def test_rank_that_said_why_it_fails_is_not_told_to_leave(tmp_path: Path, code: 
 
     asyncio.run(scene())
     assert signals == [(0, signal.SIGTERM)] * told
+
+
+def test_rank_is_killed_once_it_writes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As long as it makes progress, no other rank of the node is killed either: it may wait for that rank."""
+    caplog.set_level("INFO", "rankup")
+    monkeypatch.setattr(timing, "LEAVE_S", 0.01)
+    monkeypatch.setattr(timing, "KILL_S", 0.0)
+    killed = list[int]()
+
+    async def scene() -> None:
+        ranks = made(tmp_path)
+        ranks.ranks = [Rank(local, local, Record.new(local)) for local in range(2)]
+        ranks.all_ended.clear()
+
+        async def ended_within(timeout_s: float) -> bool:
+            if timeout_s and (written := ranks.ranks[0].record.written) < 10:
+                ranks.ranks[0].record.note_written(1)
+                assert killed == [], written
+            return False
+
+        ranks.ended_within = ended_within  # type: ignore[method-assign]
+        ranks.server = SimpleNamespace(signal=lambda local, number: killed.append(local))  # type: ignore[assignment]
+        ranks._ended = lambda rank, code: None  # type: ignore[method-assign]
+        await ranks._kill_after(timing.LEAVE_S, "the others")
+
+    asyncio.run(scene())
+    assert killed == [0, 1]
+    said = [record.message for record in caplog.records]
+    assert said == ["rank 0 still writes its state: no rank is killed while it makes progress", *(
+        f"rank {rank} did not end within 0.01 s after the last progress: killed" for rank in range(2)
+    )]
 
 
 @pytest.mark.parametrize(("job", "restarts"), [("", 0), ("earlier", 2)])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from rankup import timing
 from rankup.agent.ends import new_job
 from rankup.agent.record import Record
 from rankup.state.memory import homes
@@ -147,3 +148,37 @@ def test_fsdp_says_once_that_no_rank_can_write_a_rescue(forks: Forks, tmp_path: 
     assert output.count("rescue none: no rank has the whole state") == 1
     output = forks.ends(*line, world_size=2)
     assert "resumed from step-00000010" in output
+
+
+SLOW_RESCUE = """
+import os, signal, sys, time, torch, rankup
+from rankup.state import copies
+
+job = rankup.init(sys.argv[1], tensorboard=False, save_every_steps=0, compare_every_steps=0)
+job.track(state=(state := {str(number): torch.zeros(1) for number in range(20)}))
+mark = sys.argv[1] + ".killed"
+if not os.path.exists(mark):
+    copies.on_write.insert(0, lambda size: time.sleep(0.2))
+for step in job.steps(4):
+    job.gather(0)
+    with job.step():
+        state["0"] += 1
+    print("did step", step, flush=True)
+    if (step, job.rank) == (1, 1) and not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+job.finish()
+"""
+
+
+def test_rescue_may_take_as_long_as_it_makes_progress(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SLOW_RESCUE)
+    line = ("launch", "--nproc=2", tmp_path / "script.py", tmp_path / "run")
+    output = forks.ends(*line, cwds=[tmp_path], preload="tests.promises.test_rescue:leave_at_once")
+    assert output.count("rank 0 still writes its state") == 1
+    assert "no finished step was lost" in output
+    assert sorted(re.findall(r"did step (\d)$", output, re.MULTILINE)) == [*"00112233"]
+
+
+def leave_at_once() -> None:
+    timing.LEAVE_S, timing.UNNOTICED_S = 1.0, 0.1
