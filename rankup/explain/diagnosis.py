@@ -189,7 +189,9 @@ class Search:
 
     def _look_at(self, line: LogLine, source: _Source) -> None:
         """Note what a line shows: a fault, part of a traceback, an error, noise, or that the process continues."""
-        text, traceback = line.text, source.traceback
+        traceback = source.traceback
+        text = traceback.dedent(line.text)
+        line = line._replace(text=text)
         if LINE["chain"].match(text) and source.newest is not None and source.newest.fault is UNKNOWN:
             source.newest.over, source.replaced = True, source.newest
         if found := LINE["subject"].match(text):
@@ -242,9 +244,14 @@ class Search:
         """Note the exception at the end of a traceback."""
         traceback = source.traceback
         library = next(filter(OF_LIBRARY.get, (*traceback.libraries, line.text.partition(".")[0])), None)
-        if library and (finding is None or finding.order >= WAITED or finding.name == "no-such-name"):
-            if finding is not None:
-                finding.over = not finding.raised  # the address is the library's, not the master's
+        own = traceback.at and "torch" not in traceback.libraries and LINE["connection"].match(line.text)
+        if finding is not None and not finding.raised and (
+            (own and finding.order == FOLLOWED)
+            or (library and (finding.order >= WAITED or finding.name == "no-such-name"))
+        ):
+            finding.over = True  # the words are those of ranks, but the connection was the script's or the library's
+            finding = None
+        if library and finding is None:
             finding = self._note(OF_LIBRARY[library], {}, line, source)
         if finding is None and len(source.unknown) == MAX_UNKNOWN:  # drop a middle one: first or last may be the cause
             self._findings.remove(source.unknown.pop(MAX_UNKNOWN // 2))

@@ -200,11 +200,9 @@ class Headers:
 
 def _header_of(before: str) -> str:
     """Return a pattern for a header. The next lines have other digits and spaces in it, such as in a time."""
-    if re.fullmatch(r"[A-Za-z ]*[A-Za-z] ", before):
-        return ""  # there are only words, as in "Original Traceback"
+    if not re.search(r"[^\sA-Za-z]|\b[A-Z]{4,}\b", before) or not re.search(r"\w", before):
+        return ""  # only words, as in "Original Traceback", or the box that the library rich draws
     indent = before[: len(before) - len(before.lstrip())]
-    if not re.search(r"\w", before):
-        return indent  # the library rich draws a box, perhaps in a column
     words = r"\s+".join(re.sub(r"\d+", r"\\d+", re.escape(word)) for word in before.split())
     return f"{indent}{words}(?:{before[len(before.rstrip()) :]}|$)"
 
@@ -219,16 +217,15 @@ def lines_in(raw: str) -> list[str]:
     return raw.replace('\\"', '"').split("\\n") if f"{BEGIN}:\\n" in raw else [raw]
 
 
+def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in record.items():
+        yield from _flat(value) if isinstance(value, dict) else [(key, str(value))]
+
+
 def _texts(record: Mapping[str, Any]) -> list[str]:
     """Return the messages and tracebacks in a record of a logger that writes JSON, each line under a prefix of ours."""
-    flat: list[tuple[str, Any]] = []
-    waiting = [*record.items()]
-    while waiting:
-        key, value = waiting.pop(0)
-        waiting = [*value.items(), *waiting] if isinstance(value, dict) else waiting
-        flat.append((key, value))
-    of = {name: [str(value) for key, value in flat if pattern.fullmatch(key) and not isinstance(value, dict)]
-          for name, pattern in JSON.items()}
+    flat = [*_flat(record)]
+    of = {name: [value for key, value in flat if pattern.fullmatch(key)] for name, pattern in JSON.items()}
     prefix = f"[rank{of['rank'][0]}]: " if of["rank"] and of["rank"][0].isdigit() else ""
     prefix = f"[pod/{of['host'][0]}/-] {prefix}" if of["host"] else prefix
     prefix += "".join(f"{level.upper()} " for level in of["level"][:1] if level.lower() in ("debug", "info", "warning"))

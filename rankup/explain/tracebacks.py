@@ -20,6 +20,7 @@ class Traceback:
     at: str = ""  # the last place in the user's code, such as "train.py:40"
     libraries: set[str] = field(default_factory=set)  # which were called from there
     _announced: tuple[int, dict[str, Any]] = (0, {})  # the number of a line that says whose traceback follows
+    _indent: int = 0  # spaces before each of its lines
     _upwards: bool = False  # it begins with the last call, as faulthandler writes it
     _all: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     _own: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))  # lines about files of the user
@@ -28,6 +29,10 @@ class Traceback:
     def shown(self) -> tuple[str, ...]:
         """The lines to quote: those about the user's files, because those about libraries tell less."""
         return tuple(self._own or self._all)
+
+    def dedent(self, text: str) -> str:
+        """Return a line without the spaces that stand before each line of this traceback."""
+        return text[self._indent :] if self.inside and not text[: self._indent].strip() else text
 
     def announce(self, text: str, number: int) -> None:
         """Note a line that may say whose traceback this or the next one is."""
@@ -41,6 +46,7 @@ class Traceback:
         relayed, (announced, who) = bool(self.about), self._announced
         self.inside, self.at, self.about = True, "", who if number - announced <= 2 else {}
         self._upwards = text.startswith("Current thread")
+        self._indent = len(text) - len(text.lstrip())
         for kept in (self._all, self._own, self.libraries):
             kept.clear()
         return bool(self.about) and not relayed
