@@ -209,7 +209,11 @@ class Memberships:
         fit = [seat for seat in seats if not seat.unfit and (founds or seat.warm or seat.member.token == self.me.token)]
         # A new node 0 must not begin a second job, so it waits for a call from the leader of the first one
         wait_s = max(self._limits.wait_s, timing.FOUND_S) if founds else self._limits.wait_s
-        enough = self._limits.least if now_s - self._begun_s >= wait_s else self._limits.most
+        # Later it waits only for nodes that were lost: one that was asked to leave will not come back
+        leaves = {seat.member.token for seat in seats if seat.unfit}
+        stay = sum(token in self.basis["voters"] and token not in leaves for token in self.basis["used"])
+        wanted = self._limits.most if founds else max(self._limits.least, stay)
+        enough = self._limits.least if now_s - self._begun_s >= wait_s else min(wanted, self._limits.most)
         if len(fit) < enough or self._outvoted():
             return []
         fit.sort(key=lambda seat: (order.get(seat.member.token, math.inf), seat.claim.start))

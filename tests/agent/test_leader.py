@@ -357,6 +357,32 @@ async def test_last_membership_of_a_stopped_job_has_the_nodes_that_left():
         assert said["basis"]["used"] == said["basis"]["voters"] == ["token0", "token1", "token2"]
 
 
+@pytest.mark.parametrize("change", ["a node joins", "a node is asked to leave", "a rank fails", "a node is lost"])
+@asynchronous
+async def test_job_waits_only_for_nodes_that_were_lost(change: str):
+    """It has fewer nodes than it may have. After another change, no time has to pass until the next proposal."""
+    async with room(member(0, of=4), Limits(1, 4, wait_s=8.0)) as here:
+        puppets = [await here.enter(member(rank, of=4)) for rank in range(3)]
+        await here.pass_time(8.0, *puppets)
+        await here.agree(puppets)
+        if change == "a node joins":
+            puppets.append(await here.enter(member(3, of=4)))
+            await puppets[3].hears("spare")
+        elif change == "a node is asked to leave":
+            puppets[2].send("leaving")
+            await all_hear("stop", puppets), await all_hear("prepare", puppets)
+        elif change == "a node is lost":
+            puppets.pop().vanish()
+        here.leader.lose(here.leader.seats.members[0], "nodes change")
+        await all_hear("lost", puppets)
+        if change == "a node is lost":
+            await here.pass_time(7.0, *puppets)
+            assert not here.leader._proposed
+            await here.pass_time(1.0, *puppets)
+        while (await puppets[0].link.receive())["is"] != "propose":
+            pass
+
+
 @asynchronous
 async def test_leader_that_leaves_proposes_nothing():
     async with room(limits=Limits(1, 3, wait_s=0.0)) as here:
