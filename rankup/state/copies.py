@@ -191,7 +191,7 @@ def publish(
     target = directory / f"step-{step:08d}"
     try:
         with disk_errors("checkpoint", directory, check_owner):
-            write = write_durably if sync else partial(write_durably, sync=False)
+            write = write_durably if sync else partial(_write, sync=False)
             entries = written | {name: write(staging / name, content) for name, content in files.items()}
             write_durably(staging / MANIFEST, [to_json({"step": step, "files": entries})])
             _sync(staging)
@@ -205,9 +205,12 @@ def publish(
     return target
 
 
-def write_durably(path: Path, content: Iterable[Any], *, sync: bool = True) -> Fingerprint:
-    """Write `content`, bytes or pieces of bytes, and sync it unless `sync` is False. Return the file's manifest entry.
-    Raises OSError."""
+def write_durably(path: Path, content: Iterable[Any]) -> Fingerprint:
+    """Write and sync `content`, bytes or pieces of bytes. Return the file's manifest entry. Raises OSError."""
+    return _write(path, content, sync=True)
+
+
+def _write(path: Path, content: Iterable[Any], *, sync: bool) -> Fingerprint:
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for piece in [content] if isinstance(content, bytes | bytearray) else content:
