@@ -6,6 +6,7 @@ Each command imports what it needs inside its function, so that help takes milli
 
 import argparse
 import json
+import logging
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import runpy
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,7 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from rankup import files
-from rankup.errors import FINISHED, USER_MISTAKE, Stopped, UserError
+from rankup.errors import FINISHED, USER_MISTAKE, Stopped, UserError, not_installed
 from rankup.places.files import RUNS
 from rankup.places.files import runs_folder as runs_folder
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
@@ -50,12 +51,24 @@ class Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse a command's words. Raises UserError for a mistake, and SystemExit after it has printed help."""
+        """Parse a command's words, and keep them as `line`. Raises UserError for a mistake, and SystemExit after it has
+        printed help."""
         takes_rest = any(action.nargs == argparse.PARSER for action in self._actions)
         given, unknown = self.parse_known_args(words) if takes_rest else self.parse_known_intermixed_args(words)
         if unknown:
             self.error(_unknown("argument", unknown[0].partition("=")[0], self.flags))
+        given.line = [*words]
         return given
+
+    def without(self, words: Sequence[str], dropped: Collection[str]) -> list[str]:
+        """Return these options without some of them. `dropped`: the names of their values."""
+        kept, rest = list[str](), iter(words)
+        for word in rest:
+            flag, equals, _ = word.partition("=")
+            action = self._option_string_actions.get(flag)
+            both = [word] if equals or action is None or action.nargs == 0 else [word, next(rest)]
+            kept += [] if action is not None and action.dest in dropped else both
+        return kept
 
     def error(self, message: str) -> NoReturn:
         """Report a mistake that argparse found, in the words of our own rules."""
@@ -138,12 +151,12 @@ def seconds(text: str) -> float:
     return found
 
 
-def ranks(text: str) -> int:
-    """Parse the value of --nproc. torchrun counts devices for gpu, cpu and auto, but here nothing may import torch."""
-    if text in ("gpu", "cpu", "auto"):
-        way_out = "Give $(nvidia-smi -L | wc -l) for one rank per GPU, or $(nproc) for one per CPU"
-        raise argparse.ArgumentTypeError(f"must be a number, got {text}. {way_out}")
-    return whole(1)(text)
+def ranks(text: str) -> int | str:
+    """Parse the value of --nproc. torchrun also takes cpu and auto."""
+    if text in ("cpu", "auto"):
+        way_out = "Give gpu for one rank for each visible GPU, or $(nproc) for one for each CPU"
+        raise argparse.ArgumentTypeError(f"must be a number or gpu, got {text}. {way_out}")
+    return text if text == "gpu" else whole(1)(text)
 
 
 def option(names: str, kind: Any, text: str, **details: Any) -> Option:
@@ -203,14 +216,24 @@ def nodes(text: str) -> tuple[int, int]:
     return found
 
 
+# Options of `launch` where it runs a whole batch job; slurm/README.md explains them
+IN_ALLOCATION = (
+    option("--first-step-s", float, argparse.SUPPRESS), option("--max-requeues", int, argparse.SUPPRESS),
+    option("--no-exclude", bool, argparse.SUPPRESS, default=None),
+    option("--doctor", bool, argparse.SUPPRESS, default=None),
+    option("--image", "IMAGE", argparse.SUPPRESS, default=None),
+    option("--srun-args", "WORDS", argparse.SUPPRESS, type=shlex.split, default=None),
+)
+
+
 @command(
     "[OPTIONS] [-m] SCRIPT [ARGS...]",
     ("--nproc 2 train.py --lr 0.1", "--nnodes 2 --node-rank 0 --master-addr node0 -m my.train"),
-    option("--nproc --nproc-per-node", int, "ranks on this node (1)", type=ranks),
+    option("--nproc --nproc-per-node", int, "ranks on this node, or gpu (one for each GPU, or 1)", type=ranks),
     option("--nnodes", int, "nodes; 2:4 for two to four (WORLD_SIZE, or 1)", type=nodes),
     option("--spares", int, "extra nodes, which replace lost ones (0)", default=0),
     option("--wait-for-node", float, "accept fewer nodes after S seconds (%(default)g)", default=10.0),
-    option("--lost-after-s", float, "2:4 or spares: a node is lost after S silent seconds (%(default)g)", default=10.0),
+    option("--lost-after-s", float, "2:4, spares: nodes are lost after S silent seconds (%(default)g)", default=10.0),
     option("--shared-dir", "DIR", "folder or address that all nodes share: only one half of a split job goes on"),
     option("--max-failures-per-node", int, "leave a node out after N failures (no limit)", type=whole(1)),
     option("--node-rank", int, "number of this node, from 0 (RANK)"),
@@ -224,17 +247,24 @@ def nodes(text: str) -> tuple[int, int]:
     option("--work-dir", "DIR", "folder to run the script in, created if missing (here)"),
     option("--name", "NAME", "name of the run (the script's name)"),
     RUN_DIR,
-    option("--no-fork", bool, "start fresh interpreters, instead of forks of a process that has torch"),
-    option("--replay", "RUN", "train again with the number of ranks that RUN had at each step"),
+    option("--no-fork", bool, "start fresh interpreters, not forks with torch"),
+    option("--replay", "RUN", "train again with RUN's number of ranks at each step"),
+    *IN_ALLOCATION,
+    option("--here", bool, argparse.SUPPRESS),
     option("-m --module", bool, "SCRIPT is a module"),
     option("words", "SCRIPT", argparse.SUPPRESS, nargs=argparse.PARSER),
 )
 def launch(given: argparse.Namespace) -> int:
     """Start the ranks of this node, and replace lost ones. Run the same line on each node. The script needs no changes,
-    and gets all words after its name. Parentheses show each default: a value, or the environment variable that sets
-    it. RANK and WORLD_SIZE count nodes here."""
+    and gets all words after its name. Parentheses show each default: a value, or the environment variable that sets it.
+    RANK and WORLD_SIZE count nodes here. In a Slurm job, run the line once: it uses all nodes, or with --here this one;
+    --first-step-s, --max-requeues, --no-exclude, --doctor, --image, --srun-args: slurm/README.md."""
     from rankup.launch import launch
 
+    parser, flags = COMMANDS["launch"], {names[0]: names[0][2:].replace("-", "_") for names, _ in IN_ALLOCATION}
+    options = given.line[:len(given.line) - len(given.words)]
+    given.line = [*parser.without(options, {*flags.values(), "nproc"}), *given.words]  # for the agents of all nodes
+    given.in_allocation = {flag: getattr(given, name) for flag, name in flags.items()}
     return launch(given)
 
 
@@ -428,6 +458,12 @@ def main(words: Sequence[str] | None = None) -> int:
         return int(end.code or FINISHED)
     except KeyboardInterrupt:  # during `launch`, before its agent handles signals
         return Program().end(Stopped("SIGINT before the start: no rank was started."))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "rankup", "train"):
+            return Program().end(error)
+        logging.getLogger("rankup").warning(f"error: {not_installed(first, package)}")
+        return USER_MISTAKE
     except Exception as error:
         return Program().end(error)
 

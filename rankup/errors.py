@@ -6,6 +6,7 @@ standard library.
 
 import contextlib
 import errno
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -98,6 +99,18 @@ def reason(error: BaseException) -> str:
     """Return the text of `error` as one line, with its type in front unless it is an ExpectedError."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ExpectedError) else f"{type(error).__name__}: {text}"
+
+
+def not_installed(what: str, *packages: str) -> UserError:
+    """Return the error for packages that `what` needs and that are missing, by the names of their modules."""
+    names = [{"yaml": "pyyaml", "PIL": "pillow"}.get(name, name) for name in packages]
+    return UserError(f"{what}: needs {', '.join(names)}, not installed: pip install {' '.join(names)}")
+
+
+def need(what: str, *packages: str) -> None:
+    """Raise UserError unless these packages are installed. This imports none of them."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise not_installed(what, *missing)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from rankup.errors import UserError
+from rankup.env.rank_env import array_task
+from rankup.errors import UserError, need
 from rankup.group.group import Group
 from rankup.loop.job import Job
 from rankup.loop.reporting import Settings, check_record
@@ -41,7 +42,7 @@ HASHES = (
 
 
 def init(
-    run: str | PathLike[str] = "", *, seed: int = 0, device: str = "auto", fresh: bool = False,
+    run: str | PathLike[str] = "", *, seed: int | None = None, device: str = "auto", fresh: bool = False,
     save_every_steps: int | None = None, keep: int = 2, log_every_steps: int = 50,
     compare_every_steps: int | None = None, tensorboard: bool = True, join_timeout_s: float = 300.0,
     setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0, save_timeout_s: float = 600.0,
@@ -54,7 +55,8 @@ def init(
 
     `run`: the run's folder, or its address in an object store, `s3://bucket/runs/mine`. By default it is the run of
     `rankup launch`, else `runs/` and the name of the script or module. The same call resumes the run.
-    `seed`: determines the order of samples and the random numbers.
+    `seed`: determines the order of samples and the random numbers. The default is 0, or in an array of Slurm jobs the
+    number of this task.
     `device`: "auto" (the accelerator of this local rank, else the CPU), "cpu", "cuda" or "cuda:1".
     `fresh`: move the earlier run's files aside and start from the beginning. Restarts of the same launch still resume.
     `save_every_steps`: None saves at the end of each epoch, or every 1,000 steps without `job.epochs`. 0 saves only in
@@ -72,11 +74,14 @@ def init(
     Raises JoinError if the ranks do not meet in time, PeerLost if a rank is lost meanwhile, and UserError if the
     environment describes no rank, if arguments differ between ranks, or if the run can't be resumed.
     """
-    given = {name: value for name, value in locals().items() if name not in ("run", "device")}
+    task = array_task(os.environ) if seed is None else None
+    seed = seed if seed is not None else task or 0
+    given = {name: value for name, value in locals().items() if name not in ("run", "device", "task")}
     named, program = os.fspath(run), Program()
     handler = ExitHandler(program)
     program.stop.install()
     program.read_rank()
+    need("rankup.init", "numpy", "safetensors", *(["tensorboard"] if tensorboard else []))
     told = (program.rank_env.agent or {}).get("run", {})  # the run of `launch`
     run, store = _place_of(named or told.get("place") or f"runs/{script_name()}")
 
@@ -90,6 +95,8 @@ def init(
     options = {name: value for name, value in given.items() if name != "join_timeout_s"}
     settings = Settings(**options, check=check, store=store)
     program.start(run, guarded=False, stacks=True)
+    if task is not None:
+        program.log.info(f"seed {seed}, the number of this task in an array of jobs")
     if named and told.get("chosen") and (run, store) != _place_of(told["place"]):
         program.log.info(f"the run is {named}, as rankup.init says, and not {told['place']}, as launch says")
     group = handler.stack.enter_context(program.join(

@@ -1,10 +1,12 @@
-"""`rankup launch`: runs the agent of this node with the command's options. With `--replay` it runs one agent after
-another, one for each number of ranks that an earlier run had. Imports no torch."""
+"""`rankup launch`: runs the agent of this node with the command's options. In the allocation of a batch job it runs
+itself on each node. With `--replay` it runs one agent after another, one for each number of ranks that an earlier run
+had. Imports no torch."""
 
 import asyncio
 import logging
 import os
 from argparse import Namespace
+from functools import partial
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -14,9 +16,13 @@ from rankup.agent.ends import what_next
 from rankup.agent.logs import guard, setup_logging
 from rankup.agent.ranks import Options
 from rankup.agent.script import Script
+from rankup.env.allocation import read_allocation, without_job
+from rankup.env.launchers import task_number
 from rankup.env.node_env import Limits, read_node_env
-from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError, disk_errors
+from rankup.env.rank_env import run_name
+from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError, disk_errors, need
 from rankup.places.files import RUNS, read_json
+from rankup.slurm import Start, restart_if_killed
 from rankup.state.copies import STATE, list_whole
 from rankup.urls import is_url
 
@@ -24,11 +30,23 @@ log = logging.getLogger("rankup")
 
 
 def launch(given: Namespace) -> int:
-    """Run the agent of this node until the job ends. With `--replay`, run one agent for each part of an earlier run:
-    the steps in which its number of ranks was the same. `given`: the parsed options. Returns the exit code."""
+    """Run the agent of this node until the job ends, or run the whole batch job. With `--replay`, run one agent for
+    each part of an earlier run: the steps in which its number of ranks was the same. `given`: the parsed options.
+    Returns the exit code."""
     guard()
+    allocation = None if given.here or given.replay or given.node_rank is not None else read_allocation(os.environ)
+    if allocation is not None:
+        return Start(given, _script(given), allocation)()
+    for flag, value in given.in_allocation.items():
+        if value is not None:
+            raise UserError(
+                f"{flag} must be given where `rankup launch` uses a whole allocation: in a batch script or a shell of "
+                "salloc, got neither. Leave it out here."
+            )
     if not given.replay:
-        return _launch(given)
+        if task_number(os.environ) is None:
+            return _launch(given)
+        return restart_if_killed(partial(_launch, given), max_restarts=given.max_restarts)
     if given.nnodes or given.spares or given.nproc:
         raise UserError("--replay must come without --nnodes, --spares and --nproc: all ranks are on this machine.")
     changes, code = _changes(given.replay, given.runs), FINISHED
@@ -47,15 +65,20 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
     limits = Limits(least, most, given.wait_for_node, given.lost_after_s) if resizes else None
     if limits is None and (given.spares or given.max_failures_per_node):
         raise UserError("--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 with --spares 1.")
+    # A batch script or a shell of salloc that starts this node alone is no task of the job
+    environ = without_job(os.environ) if task_number(os.environ) is None else os.environ
     node = read_node_env(
-        os.environ, nnodes=most + given.spares if given.nnodes else None, nproc=given.nproc, node_rank=given.node_rank,
+        environ, nnodes=most + given.spares if given.nnodes else None, nproc=given.nproc, node_rank=given.node_rank,
         master_addr=given.master_addr, master_port=given.master_port, limits=limits,
     )
     setup_logging(rank=None, world_size=node.num_nodes)
-    words = given.words[1:] if given.words[0] == "--" else given.words  # argparse keeps the -- up to Python 3.12
-    script = Script.find([*(["-m"] if given.module else []), *words])
+    if node.nproc > 1 and not isinstance(given.nproc, int):
+        log.info("%d ranks, one for each visible GPU", node.nproc)
+    script = _script(given)
     if stop_after is not None and not script.imports_rankup:
         raise UserError("--replay must have a script that imports rankup: the steps of other scripts are unknown.")
+    if script.imports_rankup:
+        need("launch", "torch")
     if is_url(given.work_dir):
         raise UserError(f"--work-dir must be a folder of this machine, got {given.work_dir}.")
     with disk_errors("--work-dir", Path(given.work_dir)):
@@ -64,7 +87,7 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
         path = os.environ.get("PYTHONPATH")
         folders = [*([""] if given.module else []), *(path.split(os.pathsep) if path else [])]
         os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))
-    name, by_default = given.name or node.run_name or script.run_name, given.run_dir == RUNS
+    name, by_default = run_name(os.environ, given.name) or script.run_name, given.run_dir == RUNS
     # The default folder is relative to the folder in which the script runs
     runs = given.run_dir if by_default or is_url(given.run_dir) else os.path.abspath(given.run_dir)
     options = Options(
@@ -83,6 +106,11 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
     if not script.imports_rankup and code not in (FINISHED, STOPPED, USER_MISTAKE) and options.run_dir.is_dir():
         log.info("%s", what_next(options.run_dir))
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
+
+
+def _script(given: Namespace) -> Script:
+    words = given.words[1:] if given.words[0] == "--" else given.words  # argparse keeps the -- up to Python 3.12
+    return Script.find([*(["-m"] if given.module else []), *words])
 
 
 def _changes(run: str, runs: Path) -> list[tuple[int, int]]:

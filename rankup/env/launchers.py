@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from rankup.errors import UserError
 
-WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
+WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them."
 # An Indexed Job with more pods than its manifest says in WORLD_SIZE
 OF_A_JOB = "The manifest has the number of pods twice: set WORLD_SIZE to `completions`, as in k8s/job.yaml."
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -77,11 +77,16 @@ def count(
 # Slurm: inside a step the number of a task is a rank; in a batch shell it is not --------------------------------------
 
 
+def task_number(environ: Mapping[str, str]) -> int | None:
+    """Return the number of the step in which this process is a task, or None if it is in no step."""
+    step = count(environ, "SLURM_STEP_ID")
+    return step if step is not None and step < FIRST_SPECIAL_STEP else None
+
+
 def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
     """Like `adopt`, for Slurm. Raises UserError in the batch shell of several tasks: its SLURM_PROCID=0 is no rank."""
-    step, nodes, tasks = (count(environ, f"SLURM_{name}") for name in ("STEP_ID", "NNODES", "NTASKS"))
-    is_task = step is not None and step < FIRST_SPECIAL_STEP
-    if is_task:  # a step may have fewer tasks and nodes than its job
+    step, nodes, tasks = task_number(environ), count(environ, "SLURM_NNODES"), count(environ, "SLURM_NTASKS")
+    if step is not None:  # a step may have fewer tasks and nodes than its job
         tasks, nodes = count(environ, "SLURM_STEP_NUM_TASKS"), count(environ, "SLURM_STEP_NUM_NODES")
     elif tasks is None and nodes is not None:
         tasks = nodes * (count(environ, "SLURM_NTASKS_PER_NODE") or 1)
@@ -90,11 +95,11 @@ def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None
     if tasks == 1:
         # A batch script may export MASTER_ADDR and MASTER_PORT even for one task
         return None if {"LOCAL_RANK", "WORLD_SIZE"} & environ.keys() else ("python", {})
-    if not is_task:
+    if step is None:
         raise UserError(
             f"Slurm gave this job {tasks} tasks, but this process is not one of them (no SLURM_STEP_ID: a batch "
-            "or salloc shell). Start with srun, as slurm/ddp.sbatch does through slurm/task.sh; for a single "
-            "process: srun -n 1."
+            "or salloc shell). Start with `rankup launch`, which uses all nodes, or with srun; for a single process: "
+            "srun -n 1."
         )
     names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
     found = {name: environ[own] for name, own in names.items() if own in environ}
@@ -109,7 +114,7 @@ def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None
     # SLURM_JOB_ID differs for each task of an array. The array's id does not
     if (job_id := count(environ, "SLURM_JOB_ID")) is not None:
         restart = count(environ, "SLURM_RESTART_COUNT") or 0
-        found["MASTER_PORT"] = str(port_for(job_id, restart=restart, step=step or 0))
+        found["MASTER_PORT"] = str(port_for(job_id, restart=restart, step=step))
     return "slurm", found
 
 
@@ -142,6 +147,11 @@ def must_be_started_by(package: str, environ: Mapping[str, str], *, world_size: 
             f"{script}: {variable} must be {world_size} to import {package}, got {given or 'nothing'}: each rank would "
             f"train alone. Start the script itself: {line.format(world_size, script)}."
         )
+
+
+def by_mpi(environ: Mapping[str, str]) -> bool:
+    """Return whether mpirun or horovodrun started this process as one of several."""
+    return any((count(environ, f"{prefix}SIZE") or 1) > 1 for _, prefix, _, _ in BY_PREFIX)
 
 
 def _adopt_mpi(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:

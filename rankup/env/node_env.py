@@ -4,6 +4,9 @@ RANK and WORLD_SIZE in the environment (compose, Slurm tasks, PyTorchJob, an Ind
 counts the agents of one machine.
 """
 
+import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,15 +51,29 @@ class NodeEnv:
         return self.num_nodes * self.nproc
 
 
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """Return how many GPUs a process of this machine sees, without a library that would open them."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if (listed := environ.get(name)) is not None:  # "" and -1 hide all; CUDA reads the list up to a wrong entry
+            return len([each for each in re.split(r",\s*-1\b|^-1\b", listed)[0].split(",") if each.strip()])
+    if (found := environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
+        return int(found)
+    if shutil.which("nvidia-smi", path=environ.get("PATH", "")) is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], env=dict(environ), capture_output=True, text=True, check=False).stdout
+    return len(re.findall(r"^GPU \d", listed, re.MULTILINE))
+
+
 def read_node_env(
-    environ: Mapping[str, str], *, nnodes: int | None = None, nproc: int | None = None, node_rank: int | None = None,
-    master_addr: str | None = None, master_port: int | None = None, limits: Limits | None = None,
+    environ: Mapping[str, str], *, nnodes: int | None = None, nproc: int | str | None = None,
+    node_rank: int | None = None, master_addr: str | None = None, master_port: int | None = None,
+    limits: Limits | None = None,
 ) -> NodeEnv:
-    """Read which agent this is, from `environ` and the options of `launch`. Options override the environment's address
-    and port, but counts must agree. With `limits`, `nnodes` is how many nodes may join, and any WORLD_SIZE is accepted.
+    """Read which agent this is, from `environ` and the options of `launch`. `nproc`: "gpu", or None, is a rank for each
+    visible GPU; with None it is one rank where there are no GPUs. Options override the environment's address and port,
+    but counts must agree. With `limits`, `nnodes` is how many nodes may join, and any WORLD_SIZE is accepted.
     Raises UserError for counts that differ, for an incomplete set, and under a launcher that starts ranks itself."""
     variables, per_pod = count_pods(environ, node_rank=node_rank)
-    nproc = nproc or per_pod or 1
     # Raises in the batch shell of several tasks, which is not a task itself
     is_task = "RANK" not in variables and (adopt_slurm(variables) or ("", {}))[0] == "slurm"
     where = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
@@ -90,6 +107,12 @@ def read_node_env(
                 f"{flag} must be {number} to match RANK={env.rank} and WORLD_SIZE={env.world_size} (from "
                 f"{env.launcher}), got {option}. Leave {flag} out; if nothing sets these variables, give --nnodes too."
             )
+    if not isinstance(nproc, int):
+        # Where several agents share a machine, each gets its share of the GPUs that it sees
+        gpus = 0 if nproc is None and per_pod else visible_gpus(environ) // (env.local_world_size or env.local_rank + 1)
+        if nproc and not gpus:
+            raise UserError("--nproc gpu must find a GPU for each agent, got none. Give a number, such as --nproc 2.")
+        nproc = gpus or per_pod or 1
     return NodeEnv(
         # LOCAL_RANK without LOCAL_WORLD_SIZE: assume the smallest number of agents on this machine that it allows
         local_rank=env.local_rank * nproc, local_world_size=(env.local_world_size or env.local_rank + 1) * nproc,

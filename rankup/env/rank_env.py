@@ -76,14 +76,21 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     elif launcher == "torchrun":
         more["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         more["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RankEnv(launcher=launcher, run_name=_run_name(environ), **more)
+    return RankEnv(launcher=launcher, run_name=run_name(environ), **more)
 
 
-def _run_name(environ: Mapping[str, str]) -> str | None:
-    """Return a run name from the id of the Slurm job, which a requeue keeps; for an array, its id and the task's."""
-    if index := environ.get("SLURM_ARRAY_TASK_ID"):
-        return f"slurm-{environ.get('SLURM_ARRAY_JOB_ID')}_{index}"
-    return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
+def run_name(environ: Mapping[str, str], given: str = "") -> str | None:
+    """Return `given`, or else a run name from the id of the Slurm job, which a requeue keeps. In an array each task has
+    a run of its own: its number is a part of the name."""
+    job, task = environ.get("SLURM_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job = environ.get("SLURM_ARRAY_JOB_ID") if task else job
+    name = given or (f"slurm-{job}" if job else None)
+    return f"{name}_{task}" if task else name
+
+
+def array_task(environ: Mapping[str, str]) -> int | None:
+    """Return the number of this task in an array of Slurm jobs, or None outside of an array."""
+    return count(environ, "SLURM_ARRAY_TASK_ID")
 
 
 def _checked(values: Mapping[str, str], *, hint: str) -> dict[str, Any]:

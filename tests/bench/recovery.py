@@ -159,7 +159,7 @@ class Slurm:
         self.run = folder / "runs" / "job"
 
     def start(self) -> None:
-        self.job = self.cluster.submit(self.folder, self.settings, MAX_RESTARTS="100000")
+        self.job = self.cluster.submit(self.folder, self.settings, launch="--max-restarts 100000")
 
     def stop(self) -> None:
         self.job.cancel()

@@ -81,7 +81,7 @@ MISTAKES = {
     "launch --nporc 2 x.py": 'unknown argument "--nporc"; did you mean --nproc?',
     "launch --nproc two x.py": "--nproc must be a whole number >= 1, got two.",
     "launch --nproc 0 x.py": "--nproc must be a whole number >= 1, got 0.",
-    "launch --nproc gpu x.py": "--nproc must be a number, got gpu. Give $(nvidia-smi -L | wc -l) for one rank per GPU",
+    "launch --nproc auto x.py": "--nproc must be a number or gpu, got auto. Give gpu for one rank for each visible GPU",
     "launch --nnodes 2 --master-addr a --master-port 70000 x.py": "--master-port must be a whole number from 1 to 6553",
     "launch nofile.py": "SCRIPT must be an existing file, got nofile.py.",
     "launch .": "SCRIPT must be a file, got the folder .. Name a file in it, or start a package with -m PACKAGE.",

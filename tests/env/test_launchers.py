@@ -75,7 +75,7 @@ def test_slurm_shell_outside_a_task_is_refused(env: Env):
     message = refusal(env)
     assert message.startswith("Slurm gave this job 2 tasks, but this process is not one of them")
     assert "srun" in message
-    assert "slurm/task.sh" in message
+    assert "`rankup launch`" in message
     assert "\n" not in message
 
 

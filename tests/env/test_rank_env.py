@@ -49,7 +49,7 @@ def test_incomplete_set_is_refused_naming_all_that_is_missing():
         gap, way_out = rest.split(" not set. ")
         assert {pair.split("=")[0] for pair in shown.split()} == {*names}
         assert {*gap.split()} - {"is", "are"} == FULL.keys() - {*names}
-        assert ("torchrun" in way_out, "slurm/task.sh" in way_out, "\n" in message) == (True, True, False)
+        assert ("torchrun" in way_out, "`rankup launch`" in way_out, "\n" in message) == (True, True, False)
 
 
 @pytest.mark.parametrize(("change", "rule"), [

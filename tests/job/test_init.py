@@ -1,5 +1,6 @@
 """Which run `rankup.init` opens: the one it names, the one that `rankup launch` names, or one in an object store."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -67,6 +68,20 @@ def test_random_order_of_sets_is_said_where_it_matters(
             assert job.wait() == [0], job.output
         found.append(job.output.count("PYTHONHASHSEED is not set: a set of texts has another order"))
     assert found == said
+
+
+@pytest.mark.parametrize(("given", "option", "run", "seed"), [
+    ("", "", "slurm-7_3", 3), ("", "--name=mine", "mine_3", 3), ("seed=5", "--run-dir=all", "slurm-7_3", 5),
+])
+def test_init_in_a_task_of_an_array_has_a_run_and_a_seed_of_its_own(
+    given: str, option: str, run: str, seed: int, forks: Forks, tmp_path: Path
+) -> None:
+    """Otherwise all tasks would train the same weights."""
+    env = {"SLURM_JOB_ID": "10", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    output = forks.ends("launch", *filter(None, [option]), script(tmp_path, given), cwds=[tmp_path], env=env)
+    (state,) = tmp_path.rglob("state.json")
+    assert (state.parents[2].name, json.loads(state.read_text())["seed"]) == (run, seed)
+    assert ("seed 3, the number of this task in an array of jobs" in output) == (not given)
 
 
 @pytest.mark.parametrize("by_launch", [False, True])

@@ -35,7 +35,11 @@ FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--nt
                  "--separator", "--prefix", "--timestamps", "--overlap", "--jobid", "--mca",
                  # of pip, uv and docker compose
                  "--requirement", "--constraint", "--editable", "--frozen", "--inexact", "--no-dev", "--no-deps",
-                 "--no-install-project", "--system-site-packages", "--quiet", "--build"}
+                 "--no-install-project", "--system-site-packages", "--quiet", "--build",
+                 # Of Slurm, its containers and apptainer
+                 "--nodes", "--ntasks", "--cpus-per-task", "--kill-on-bad-exit", "--export", "--gpus-per-node",
+                 "--no-kill", "--wait", "--signal", "--het-group", "--container-image", "--container-mounts",
+                 "--container-workdir", "--nv", "--bind", "--pwd", "--unset"}
 FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
     "channels_last",

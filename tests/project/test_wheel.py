@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,37 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs import own_venv
 from tests.rigs.jobs import ROOT, Job, environment, result, start
 
 OWN = "open('imported', 'a').close()\n"
 
 
-def pip(*words: str | Path) -> None:
-    command = [sys.executable, "-m", "pip", *words, "--quiet", "--no-deps", "--disable-pip-version-check"]
-    subprocess.run(command, check=True, env=environment({"PYTHONPATH": "", "PYTHONWARNINGS": ""}))
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    for name in ("rankup", "train"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    return built(source, folder)
-
-
-def built(source: Path, folder: Path) -> Path:
-    pip("wheel", source, "--no-build-isolation", "--wheel-dir", folder)
-    (made,) = folder.glob("rankup-*.whl")
-    return made
+    (folder / "source").mkdir()
+    return own_venv.wheel(folder, source=own_venv.source(folder / "source"))
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    pip("install", wheel, "--target", folder)
+    own_venv.pip("install", wheel, "--target", folder)
     return folder
 
 
@@ -78,7 +63,7 @@ def test_wheel_has_every_file_except_pages(wheel: Path) -> None:
 def test_wheel_has_the_same_bytes_on_another_day(wheel: Path, tmp_path: Path) -> None:
     for path in (wheel.parent / "source").rglob("*"):
         os.utime(path, (1e9, 1e9))
-    assert built(wheel.parent / "source", tmp_path).read_bytes() == wheel.read_bytes()
+    assert own_venv.wheel(tmp_path, source=wheel.parent / "source").read_bytes() == wheel.read_bytes()
 
 
 def test_wheel_works_beside_an_own_train_py(installed: Path, own: Path) -> None:
@@ -107,3 +92,61 @@ train(Config(dataset="digits", model="mlp", max_steps=2), program, run_dir=run_d
     job = rankup(installed, own, "launch", "--nproc=2", "train.py")
     assert job.codes == [0], job.output
     assert result(own / "runs" / "train")["world_size"] == 2
+
+
+PLAIN = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"the sum is {total.item():g}")
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin/ of an environment with torch, what torch itself needs, psutil and the wheel."""
+    return own_venv.own_venv(tmp_path_factory.mktemp("bare"), wheel, "torch", "psutil")
+
+
+def test_wheel_launches_a_plain_script_beside_torch_alone(bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    env = {"PYTHONPATH": "", "PYTHONWARNINGS": ""}  # torch warns that there is no numpy
+    job = start(bare / "rankup", "launch", "--nproc", "2", "train.py", cwd=tmp_path, env=env)
+    job.wait()
+    assert job.codes == [0], job.output
+    assert job.output.count("the sum is 2") == 2
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["launch", "own.py"], "rankup.init: needs numpy, safetensors, tensorboard, not installed: pip install numpy"),
+    (["status"], "error: status: needs rich, not installed: pip install rich\n"),
+    (["train"], "`rankup train` needs pydantic: pip install 'rankup[train]'."),
+])
+def test_wheel_names_missing_packages_in_one_line(bare: Path, tmp_path: Path, words: list[str], says: str) -> None:
+    (tmp_path / "own.py").write_text("import rankup\nrankup.init()\n")
+    job = start(bare / "rankup", *words, cwd=tmp_path, env={"PYTHONPATH": "", "PYTHONWARNINGS": ""})
+    job.wait()
+    assert job.codes == [2], job.output
+    assert says in job.output
+    assert "Traceback" not in job.output
+
+
+@pytest.mark.parametrize(("package", "words", "says"), [
+    ("psutil", ["launch", "own.py"], "error: launch: needs psutil, not installed: pip install psutil\n"),
+    ("torch", ["launch", "own.py"], "error: launch: needs torch, not installed: pip install torch\n"),
+    ("torch", ["export", "a", "b"], "error: export: needs torch, not installed: pip install torch\n"),
+])
+def test_wheel_launch_names_what_it_needs(
+    bare: Path, tmp_path: Path, package: str, words: list[str], says: str
+) -> None:
+    (tmp_path / "own.py").write_text("import rankup\nrankup.init()\n")
+    # Without `site`, Python finds only what PYTHONPATH names
+    (tmp_path / "few").mkdir()
+    for name in {"rankup", "psutil", "torch"} - {package}:
+        (tmp_path / "few" / name).symlink_to(next(bare.parent.glob(f"lib/python*/site-packages/{name}")).resolve())
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "rankup", *words], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env=environment({"PYTHONPATH": str(tmp_path / "few"), "PYTHONWARNINGS": ""}),
+    )
+    assert (done.returncode, done.stderr) == (2, says)

@@ -20,7 +20,6 @@ from tests.rigs.containers import clean_environment, rank_of, wait_for
 from tests.rigs.jobs import ROOT, environ_of, last_step, result
 
 LOCAL, DDP = ROOT / "slurm" / "local.sh", ROOT / "slurm" / "ddp.sbatch"
-SIMPLE = ROOT / "slurm" / "simple.sbatch"
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2 util-linux"
 
@@ -59,7 +58,8 @@ class Cluster:
             {
                 "SLURM_CONF": str(folder / "slurm.conf"), "RANKUP_SLURM_DIR": str(folder), "SWITCH": folder.name,
                 "NET": f"192.168.{79 + number}", "PORT": str(17817 + 10 * number), "NODES": str(num_nodes),
-                "FIRST_JOB": str(1 + 1000 * number), "PYTHON": sys.executable, "PYTHONWARNINGS": "default",
+                "FIRST_JOB": str(1 + 1000 * number), "PYTHONWARNINGS": "default",
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # the command `rankup`
             }
         )
         self.numbers = itertools.count()
@@ -86,8 +86,22 @@ class Cluster:
         with self.lock:
             self.local("down")
 
-    def submit(self, folder: Path, arguments: str, *options: str, file: Path = DDP, **env: str) -> "SlurmJob":
-        """Run sbatch OPTIONS ddp.sbatch ARGUMENTS in `folder`."""
+    def submit(
+        self, folder: Path, arguments: str, *options: str, launch: str = "", script: str = "", **env: str
+    ) -> "SlurmJob":
+        """Run sbatch OPTIONS ddp.sbatch ARGUMENTS in `folder`. `launch`: more options of `rankup launch`. `script`:
+        what to start in place of the training program."""
+        file = DDP
+        if not (folder / "train").exists():
+            (folder / "train").symlink_to(ROOT / "train")  # the file starts train/main.py of the checkout
+        if launch or script:
+            text, count = re.subn(
+                r"^exec rankup launch .*", f'exec rankup launch {launch} {script or "train/main.py train"} "$@"',
+                DDP.read_text(), flags=re.MULTILINE,
+            )
+            assert count == 1
+            file = folder / "job.sbatch"
+            file.write_text(text)
         words = ["sbatch", "--parsable", *options, file, *arguments.split()]
         return SlurmJob(self, self.run(*words, cwd=folder, **env).strip(), folder)
 
@@ -193,11 +207,11 @@ class SlurmJob:
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
     def agents(self, node: str) -> list[psutil.Process]:
-        """Return the agents of a node."""
+        """Return the agents of a node, without the supervisors that start them again."""
         found = []
         for process in self.processes(node):
             with contextlib.suppress(psutil.Error):  # the process has just ended
-                if "launch" in process.cmdline() and "python" in process.name():
+                if "launch" in process.cmdline() and process.name() == "rankup-agent":
                     found.append(process)
         return found
 

@@ -1,4 +1,4 @@
-"""slurm/ddp.sbatch and simple.sbatch give the host's weights on a real Slurm of two nodes."""
+"""slurm/ddp.sbatch gives the host's weights on a real Slurm of two nodes."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 
 from tests.rigs.containers import digest_by_forks
 from tests.rigs.fork_server import Forks
-from tests.rigs.slurm_cluster import SIMPLE, Cluster
+from tests.rigs.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 60 --name job --tensorboard=false"
@@ -27,7 +27,7 @@ def digests(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 def test_slurm_doctor_runs_before_two_nodes_train_to_the_weights_of_the_host(
     cluster: Cluster, digests: dict[int, str], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    job = cluster.submit(tmp_path, RUN, "--ntasks-per-node=2", DOCTOR="1")
+    job = cluster.submit(tmp_path, RUN, "--ntasks-per-node=2", launch="--doctor")
     assert job.wait() == "COMPLETED", job.log()
     fit, trained = job.output.index("doctor: fit to train"), job.output.index("training")
     assert fit < trained, job.output
@@ -38,22 +38,3 @@ def test_slurm_doctor_runs_before_two_nodes_train_to_the_weights_of_the_host(
     record_property("2 nodes x 2", f"{result['digest']}, the host {digests[4]}")
     assert (result["digest"], result["world_size"]) == (digests[4], 4)
     assert "on node0, node1" in job.output
-
-
-# A user who does not submit from the checkout needs this
-ON_PATH = {"PYTHONPATH": str(SIMPLE.parents[1])}
-
-
-def test_slurm_simple_file_saves_on_sigterm_and_a_new_job_resumes_by_name(
-    cluster: Cluster, digests: dict[int, str], tmp_path: Path
-) -> None:
-    job = cluster.submit(tmp_path, LONG, file=SIMPLE, **ON_PATH)
-    job.wait_for_step(50)
-    job.cancel("--signal=TERM")  # as --signal=TERM@120 does
-    assert job.wait() == "FAILED", job.log()
-    assert job.code() == 143
-    assert "saved at step" in job.output
-    again = cluster.submit(tmp_path, LONG, file=SIMPLE, **ON_PATH)
-    assert again.wait() == "COMPLETED", again.log()
-    assert "resumed from step" in again.output
-    assert (again.result()["digest"], again.result()["world_size"]) == (digests[2], 2)

@@ -78,7 +78,7 @@ def test_slurm_end_of_time_requeues_and_scancel_does_not(cluster: Cluster, tmp_p
 
 def test_slurm_job_never_trains_twice_when_the_daemon_of_its_node_dies(cluster: Cluster, tmp_path: Path) -> None:
     """The job has one node. Its rank lives on there, while Slurm starts the job again on the other node."""
-    job = cluster.submit(tmp_path, ENDLESS, "--nodes=1", "--nodelist=node0", MAX_RESTARTS="0")
+    job = cluster.submit(tmp_path, ENDLESS, "--nodes=1", "--nodelist=node0", launch="--max-restarts 0")
     job.wait_for_step(50)
     (rank,) = job.ranks("node0")
     cluster.local("kill-slurmd", "node0")

@@ -1,4 +1,4 @@
-"""SCRIPT=... sbatch runs another project's unchanged script on a real Slurm, with the same weights as torchrun."""
+"""A batch file runs another project's unchanged script on a real Slurm, with the same weights as torchrun."""
 
 from pathlib import Path
 
@@ -15,6 +15,6 @@ pytestmark = pytest.mark.timeout(1200)
 def test_slurm_runs_lightnings_trainer(cluster: Cluster, once: Once, forks: Forks, tmp_path: Path) -> None:
     """Lightning reads Slurm's variables itself, and must not use its own Slurm support here."""
     line = " ".join([*words("before_lightning", tmp_path), "--devices 1 --num-nodes 2"])
-    job = cluster.submit(tmp_path, "", SCRIPT=f"--run-dir runs --name job {line}")
+    job = cluster.submit(tmp_path, "", launch="--run-dir runs --name job", script=line)
     assert job.wait() == "COMPLETED", job.log()
     assert result_of(job.output) == expected("before_lightning", once, forks, tmp_path)

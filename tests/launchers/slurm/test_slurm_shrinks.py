@@ -62,7 +62,8 @@ def test_slurm_elastic_job_loses_a_node_and_gets_it_back(
     slow = slow.replace("time.sleep(0.05)", f"time.sleep(0 if os.path.exists({str(hurry)!r}) else 0.1)")
     (tmp_path / "slow.py").write_text(f"import os\n{slow}")
     line = f"{LINE} --workload slow:build"
-    job = three.submit(tmp_path, line, "--no-kill", "--nodes=2-3", NNODES="2:3", RANKUP_SECRET_FILE=str(secret))
+    wanted = ("--no-kill", "--nodes=2-3")
+    job = three.submit(tmp_path, line, *wanted, launch="--nnodes 2:3", RANKUP_SECRET_FILE=str(secret))
     job.wait_for_step(20)
     # The third node may come seconds later, and the others then begin without it
     wait_for("three nodes", lambda: worlds(tmp_path)[-1] == 3, log=job.log)

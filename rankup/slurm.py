@@ -1,0 +1,386 @@
+"""`rankup launch` in a Slurm allocation: runs itself once on each node by srun, and requeues the job until it finishes.
+
+| the agents end with, or Slurm sends     | what this process does                                                    |
+|-----------------------------------------|---------------------------------------------------------------------------|
+| 0, or a mistake or fault (below 128)    | ends with that code                                                       |
+| 143, 170, 171, a signal's code          | requeues the job; not a second time without a new checkpoint, except 143  |
+| USR1, USR2: the time is almost up       | makes the agents save and stop, then requeues the job                     |
+| TERM: scancel, the time limit, requeue  | makes the agents save and stop; Slurm decides what follows                |
+| INT, HUP: Ctrl-C or the end of a shell  | makes the agents save and stop                                            |
+
+In each task `restart_if_killed` runs the agent. No torch here.
+"""
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rankup.agent.ends import End, cause_of
+from rankup.agent.logs import host_name
+from rankup.agent.processes import die_with_parent
+from rankup.agent.script import Script
+from rankup.env.allocation import Allocation, without_shape
+from rankup.env.rank_env import run_name
+from rankup.errors import FINISHED, JOIN_FAILED, STOPPED, UserError
+from rankup.places.files import read_json
+from rankup.urls import is_url
+
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FIRST_STEP_S, MAX_REQUEUES = 120.0, 100
+FIT = (FINISHED, 10)  # exit codes of the doctor
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+# Prints which of the given paths a node lacks, and how many GPUs the step has there
+LOOK = """for path; do test -e "$path" || echo "lacks $SLURMD_NODENAME $path"; done
+echo "up $SLURMD_NODENAME ${SLURM_GPUS_ON_NODE:-0}" """
+
+
+class Start:
+    """One start of a Slurm job, in its batch script or in an salloc shell."""
+
+    def __init__(self, given: Namespace, script: Script, allocation: Allocation) -> None:
+        """`given`: the parsed options of `launch`; `given.line` has the words for the agents."""
+        self.given, self.job = given, allocation
+        self.stopping = self.ending = False  # somebody asked the job to stop; and it must not be requeued
+        self.step: subprocess.Popen[str] | None = None  # srun, while the agents run
+        self.mark = Path(f".slurm-{allocation.job_id}").absolute()
+        self.run, self.began = run_folder(given), time.time()
+        self.elastic = given.nnodes is not None and (given.nnodes[0] < given.nnodes[1] or given.spares > 0)
+        self.hosts = _scontrol("show", "hostnames", allocation.nodes).split()
+        self._check(script)
+        self.env = without_shape(os.environ)
+        # Without --export=ALL, the steps of a job with another --export would get none of this shell's variables
+        self.options = [
+            f"--nodes={allocation.num_nodes}", f"--ntasks={allocation.num_nodes}", "--ntasks-per-node=1",
+            f"--cpus-per-task={allocation.cpus}", "--kill-on-bad-exit=0", "--export=ALL",
+        ]
+        if allocation.gpus and "SLURM_GPUS" not in os.environ:  # with --gpus nodes may have different numbers of GPUs
+            # All GPUs of a node, even if each task was to get one, or if an --exclusive job asked for fewer
+            self.options.append(f"--gpus-per-node={allocation.gpus}")
+        # The tasks end together with one exit code. After a task is lost, the others have 30 s to end
+        self.options += ["--no-kill", "--wait=0"] if self.elastic else ["--wait=30"]
+        self.options += given.srun_args or ()
+
+    def _check(self, script: Script) -> None:
+        """Raise UserError for options that this allocation can't follow."""
+        given, nodes = self.given, self.job.num_nodes
+        if shutil.which("srun") is None:
+            raise UserError(
+                f"slurm: srun must be on PATH in job {self.job.job}, got none. In a container, start rankup outside of "
+                "it, with --image; to use only this machine, give --here."
+            )
+        if not self.hosts:
+            raise UserError(f"slurm: scontrol must be able to read the list of nodes, got {self.job.nodes!r}.")
+        if given.nnodes and not given.nnodes[0] <= nodes <= given.nnodes[1] + given.spares:
+            found = ":".join(map(str, dict.fromkeys(given.nnodes)))
+            raise UserError(
+                f"--nnodes must be {nodes}, as in this allocation, got {found}. Leave it out, or give sbatch or salloc "
+                "another --nodes."
+            )
+        if not given.image:  # an image may have a script of its own. Agents check the rest in the environment of srun
+            script.check(os.environ, world_size=1)
+
+    def __call__(self) -> int:
+        """Run this start of the job. Returns the exit code."""
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        with self._marked():
+            nodes = self._look()
+            if nodes.keys() < {*self.hosts}:
+                return self._requeue(STOPPED, "", failed={*self.hosts} - nodes.keys())
+            nproc = self._nproc(nodes)
+            if self.given.doctor and (code := self._doctor(nproc)) not in FIT and not self.stopping:
+                say(f"the doctor ended with {code} (20: nodes not fit, 30: not completed): the job does not train")
+                return code
+            code = self._train(nproc)
+        at = max((int(path.name[5:]) for path in (self.run / "checkpoints").glob("step-*[0-9]")), default=0)
+        say(f"start {self.job.restarts + 1} ended with {code} at step {at}")
+        if code < 128 or (code != STOPPED and not self.ending and self._failed_before(at)):
+            return code
+        return self._requeue(code, f" at step {at}", failed=self._failed_nodes(code))
+
+    # The steps ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Within the block a new file in the current folder shows whether all nodes see this folder, and not only one
+        of the same name. In an elastic job the agents write their exit codes to the file."""
+        try:
+            self.mark.write_text("")
+        except OSError as error:
+            raise UserError(
+                f"slurm: the current folder must be writable, got {self.mark.parent} on {host_name()} "
+                f"({error.strerror}). Start the job in a folder on a disk that all nodes share."
+            ) from None
+        try:
+            yield
+        finally:
+            self.mark.unlink(missing_ok=True)
+
+    def _look(self) -> dict[str, int]:
+        """Run a small first step on all nodes. Slurm may start a job on a node that has just come back, and then never
+        run a step there. Returns the number of GPUs of each node that ran it."""
+        limit_s = FIRST_STEP_S if self.given.first_step_s is None else self.given.first_step_s
+        paths = [self.mark, *([] if self.given.image else [Path(sys.executable), Path(__file__)])]
+        named = (Path(self.given.words[0]), Path(self.given.image or ""))
+        paths += [path.absolute() for path in named if path.is_file()]
+        step = self._start("sh", "-c", LOOK, "-", *map(str, paths), pipe=True)
+        if step is None:
+            return {}
+        for patience_s, then in ((limit_s, step.terminate), (5.0, step.kill), (None, step.kill)):
+            try:
+                found, said = step.communicate(timeout=patience_s)
+                break
+            except subprocess.TimeoutExpired:
+                then()
+        answers = [line.split(" ", 2) for line in found.splitlines() if line.startswith(("up ", "lacks "))]
+        lacking = sorted((path, node) for kind, node, path in answers if kind == "lacks")
+        for path, pairs in itertools.groupby(lacking, key=lambda pair: pair[0]):
+            raise UserError(
+                f"slurm: {path} must exist on all nodes, got none on {' '.join(node for _, node in pairs)}. Put it on "
+                "a disk that all nodes share."
+            )
+        nodes = {node: int(gpus) for kind, node, gpus in answers if kind == "up"}
+        if nodes.keys() < {*self.hosts}:
+            why = f"srun ended with {step.returncode}{''.join(f': {line}' for line in said.splitlines()[-1:])}"
+            say(f"not every node of {self.job.nodes} ran a first step within {limit_s:g} s ({why})")
+        return nodes
+
+    def _nproc(self, nodes: Mapping[str, int]) -> int:
+        """Return how many ranks each node gets. `nodes`: each node's number of GPUs."""
+        gpus = self.job.gpus or max(nodes.values())
+        if isinstance(self.given.nproc, int):
+            nproc = self.given.nproc
+        elif len({*nodes.values()}) > 1:
+            counts = ", ".join(f"{number} on {node}" for node, number in sorted(nodes.items()))
+            raise UserError(
+                f"slurm: all nodes must have the same number of GPUs, got {counts}. Give --gpus-per-node to sbatch or "
+                "salloc, or --nproc to launch."
+            )
+        elif self.given.nproc and not gpus:
+            raise UserError("--nproc gpu must have GPUs in the allocation, got none. Give --gpus-per-node to sbatch.")
+        else:
+            nproc = gpus or self.job.tasks
+        if self.job.cpus < nproc:
+            say(f"{nproc} ranks share {self.job.cpus} CPUs on each node: ask for more with --cpus-per-task")
+        self.env.setdefault("OMP_NUM_THREADS", str(max(1, self.job.cpus // nproc)))
+        return nproc
+
+    def _doctor(self, nproc: int) -> int:
+        """Check whether the nodes are fit to train. Returns the doctor's exit code."""
+        where = ["--run-dir", self.given.run_dir]
+        return self._agents(["--nproc", str(nproc), "--max-restarts", "0", *where, "-m", "rankup", "doctor", *where])
+
+    def _train(self, nproc: int) -> int:
+        """Run the agents of the job. Returns their exit code."""
+        nodes, words = self.job.num_nodes, ["--nproc", str(nproc), *self.given.line]
+        shown = shlex.join(self._command(words[:len(words) - len(self.given.words) + 1]))  # arguments may be secret
+        ranks = f"{nproc} rank{'s' if nproc > 1 else ''}{' on each' if nodes > 1 else ''}"
+        say(f"{nodes} node{'s' if nodes > 1 else ''}, {ranks}: {shown}{' ...' if self.given.words[1:] else ''}")
+        if not self.elastic:
+            self.mark.unlink()
+        code = self._agents(words)
+        if self.elastic and (said := self.mark.read_text().split()):
+            code = int(said[0])  # srun's own code may be that of a lost node
+        return STOPPED if self.stopping and code >= 128 else code
+
+    def _agents(self, words: Sequence[str]) -> int:
+        """Run an agent on each node, unless somebody has asked the job to stop. Returns their exit code."""
+        step = self._start(*self._command(words)[1:])
+        code = STOPPED if step is None else step.wait()
+        self.step = None
+        return code if code >= 0 else 128 - code
+
+    def _command(self, words: Sequence[str]) -> list[str]:
+        """Return the command that runs `rankup launch WORDS` on each node, in the image if there is one."""
+        here, image = str(Path.cwd()), self.given.image
+        if not image:
+            return ["srun", *self.options, *_myself(), "launch", *words]
+        # A hook of the container may give each task a rank
+        inside = ["env", *(f"--unset={name}" for name in RANK_VARIABLES), "python3", "-m", "rankup", "launch", *words]
+        if image.endswith(".sif"):
+            nv = ["--nv"] if self.job.gpus else []
+            apptainer = ["apptainer", "exec", *nv, "--bind", f"{here},/tmp", "--pwd", here, image]
+            return ["srun", *self.options, *apptainer, *inside]
+        mounts = [f"--container-image={image}", f"--container-mounts={here}:{here}", f"--container-workdir={here}"]
+        return ["srun", *self.options, *mounts, *inside]
+
+    def _start(self, *words: str, pipe: bool = False) -> "subprocess.Popen[str] | None":
+        """Start srun, unless somebody has asked the job to stop."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # srun keeps this mask, and waits for the signals
+        try:
+            if self.stopping or signal.sigpending() & {*SIGNALS}:
+                return None
+            output = subprocess.PIPE if pipe else None
+            # Ctrl-C must reach only this process, because srun would kill the tasks at the second one
+            step = subprocess.Popen(
+                ["srun", *self.options, *words] if pipe else ["srun", *words], stdin=subprocess.DEVNULL, stdout=output,
+                stderr=output, env=self.env, text=True, start_new_session=True,
+            )
+            self.step = None if pipe else step
+            return step
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            say("the time is almost up, or somebody sent the signal: saving, then requeueing")
+        else:
+            self.ending = True
+        self.stopping = True
+        if number in (signal.SIGINT, signal.SIGHUP):
+            say(f"{signal.Signals(number).name}: saving, then stopping")
+            subprocess.run(["scancel", "--signal=TERM", self.job.job_id], check=False)  # to the tasks, not to salloc
+        elif self.step is not None:
+            self.step.send_signal(signal.SIGUSR1)  # srun forwards it to all tasks, but would kill them after SIGTERM
+
+    # Requeueing -----------------------------------------------------------------------------------------------------
+
+    def _failed_before(self, at: int) -> bool:
+        """Return whether an earlier start failed at the same step. Note this one."""
+        note, earlier = self.run / ".slurm-failed", ""
+        with suppress(OSError):
+            earlier = note.read_text().strip()
+        with suppress(OSError):
+            self.run.mkdir(parents=True, exist_ok=True)
+            note.write_text(f"{at}\n")
+        if earlier != str(at):
+            return False
+        say(f"failed again without a new checkpoint since step {at}: not requeued")
+        return True
+
+    def _requeue(self, code: int, where: str, *, failed: Collection[str]) -> int:
+        """Make Slurm requeue the job, unless it must not. `failed`: nodes to leave out. Returns the exit code."""
+        if self.ending:
+            return code
+        job, limit = self.job, MAX_REQUEUES if self.given.max_requeues is None else self.given.max_requeues
+        shown = _fields(_scontrol("show", "job", job.job))
+        if shown.get("BatchFlag", "1") == "0":
+            say("salloc's jobs are not requeued: run the same line again to resume")
+            return code
+        if job.restarts >= limit:
+            say(f"not requeued: the limit is --max-requeues {limit}")
+            return code
+        # This process survives the death of its node's slurmd, but Slurm then restarts the job on another node
+        if (shown.get("Restarts"), shown.get("JobState")) != (str(job.restarts), "RUNNING"):
+            raise UserError("slurm: Slurm has ended this job or restarted it elsewhere: this process ends.")
+        say(f"requeued{where}; start {job.restarts + 1} is over")
+        # Slurm now sends SIGTERM to every process of this start, and SIGKILL after KillWait
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if subprocess.run(["scontrol", "requeue", job.job], check=False).returncode:
+            say(f"Slurm refused to requeue the job: submit it again with --name {self.run.name}")
+        elif failed and not self.given.no_exclude:
+            self._exclude(failed, shown.get("ExcNodeList", "(null)"))
+        return code
+
+    def _exclude(self, failed: Collection[str], earlier: str) -> None:
+        """Make Slurm leave nodes out of the next start, if enough are left: a third of all at most."""
+        before = [] if earlier == "(null)" else _scontrol("show", "hostnames", earlier).split()
+        both, names = sorted({*before, *failed}), " ".join(sorted(failed))
+        found = re.search(r"TotalNodes=([0-9]+)", _scontrol("show", "partition", self.job.partition))
+        total = int(found[1]) if found else len(self.hosts)
+        if len(both) > total // 3 or total - len(both) < self.job.num_nodes:
+            say(f"the next start may use {names} again, because too few other nodes would be left")
+            return
+        change = ["scontrol", "update", f"JobId={self.job.job}", f"ExcNodeList={','.join(both)}"]
+        done = "leaves out" if subprocess.run(change, check=False).returncode == 0 else "can't leave out"
+        say(f"the next start {done} {names}: {shlex.join(change)}")
+
+    def _failed_nodes(self, code: int) -> set[str]:
+        """Return the node whose rank made the agents give up, as the run's status tells it."""
+        path = self.run / "status.json"
+        status = read_json(path)
+        if code in (STOPPED, JOIN_FAILED) or status.get("code") != code or path.stat().st_mtime < self.began:
+            return set()
+        _, end = cause_of([End.read(entry) for entry in status["ranks"].values()])
+        return {end.host} & {*self.hosts} if end.explains else set()
+
+
+def run_folder(given: Namespace) -> Path:
+    """Return the run's folder, from --run-dir and --name of `launch`, or of the script's arguments. A script's file of
+    settings is not read."""
+    folder, name, words = str(given.runs), run_name(os.environ, given.name), iter(given.words)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag in ("--run-dir", "--run_dir", "--name"):
+            value = value if equals else next(words, "")
+            folder, name = (folder, value) if flag == "--name" else (value, name)
+    return Path("runs" if is_url(folder) else folder, name or "")
+
+
+# In each task ---------------------------------------------------------------------------------------------------------
+
+
+def restart_if_killed(agent: Callable[[], int], *, max_restarts: int) -> int:
+    """Run `agent` in a child of this task of a step, and start it again if it was killed or gave up. Returns its exit
+    code; the child returns too. All agents of a job end with the same code. They wait for one that was killed, and if
+    all of them gave up, they meet again."""
+    stopped, this = list[int](), os.getpid()
+    for number in SIGNALS:  # Slurm signals every process of a step. The agent acts on it, and this process waits
+        signal.signal(number, lambda number, _: stopped.append(number))
+    name = Path("/proc/self/comm")  # for `ps`; without a space, which Slurm's proctrack/linuxproc can't read
+    name.write_text("rankup-task")
+    for restart in itertools.count(1):
+        if (child := os.fork()) == 0:
+            name.write_text("rankup-agent")
+            die_with_parent(this)
+            for number in SIGNALS:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            return agent()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        code = code if code >= 0 else 128 - code
+        if code < 128 or code == STOPPED or restart > max_restarts or stopped:
+            break
+        say(f"the agent on {host_name()} ended with {code}, restarted ({restart} of {max_restarts})")
+    if code < 128:
+        _note(code)
+    return code
+
+
+def _note(code: int) -> None:
+    """Tell the batch script of an elastic job how the job ended. If its first node is lost, the job has no batch script
+    and would hold its other nodes to the time limit: requeue it, and it ends at once."""
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    mark = Path(f".slurm-{job_id}")
+    if not mark.exists():
+        return
+    with mark.open("a") as file:
+        file.write(f"{code}\n")
+    shown = _fields(_scontrol("show", "job", job_id))
+    if shown.get("BatchHost") and shown["BatchHost"] not in _scontrol("show", "hostnames", shown["NodeList"]).split():
+        subprocess.run(["scontrol", "requeue", job_id], check=False)
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    print(f"slurm: {text}", file=sys.stderr, flush=True)
+
+
+def _myself() -> list[str]:
+    """Return how this process was started, up to its command: `python /venv/bin/rankup`, `python -m rankup`."""
+    own = sys.orig_argv[1:len(sys.orig_argv) - len(sys.argv[1:])]
+    return [sys.executable, *own]
+
+
+def _fields(shown: str) -> dict[str, str]:
+    """Return the fields in scontrol's description of a job."""
+    return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+
+def _scontrol(*words: str) -> str:
+    """Return scontrol's output, or "" if it fails or does not exist."""
+    with suppress(OSError):
+        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False).stdout
+    return ""
