@@ -1,14 +1,11 @@
 """`Job`, the interface for your loop: tracked state, steps, batches, copies, stops. `rankup.init` returns one."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
@@ -49,7 +46,7 @@ class Job:
         self.loop_is_over = False
         self._exit_handler: Any = None  # the `ExitHandler` of a script, see `rankup.job`
         self._batches: dict[int, Batches] = {}  # by id of the loader, for loaders used in this epoch or the last one
-        self._wrappers = weakref.WeakSet[DistributedDataParallel]()  # those that `_adopt_wrappers` has seen
+        self._wrappers = trained.Wrappers(group, self.tracked, self.clock)
         self._begun = False
         self._step = Step(self)
 
@@ -89,7 +86,7 @@ class Job:
         items = dict(sorted(items.items()))  # ranks that call this with another order do the same in the same order
         self._same_names([*items])
         group.on_all_ranks(lambda: tracked.add(items))
-        self._adopt_wrappers()
+        self._wrappers.adopt()
         sharded = tracked.split and self.settings.sharded
         if sharded and not run.parts.wanted:
             run.check_shared()
@@ -109,27 +106,6 @@ class Job:
         self.group.must_match(
             "track: the names", ", ".join(names) or "none", remedy="All ranks must track the same objects."
         )
-
-    def _adopt_wrappers(self, *, late: bool = False) -> None:
-        """Treat DDP modules that train tracked parameters as if `track` had got them. All ranks call this. `late`: the
-        step's backward pass is over."""
-        group, items, unfixed = self.group, self.tracked.items, set[str]()
-        for ddp, name in trained.wrappers_of(items).items():
-            if ddp in self._wrappers:
-                continue
-            if late and not self._begun and self.world_size > 1 and not isinstance(ddp.module, nn.ParameterList):
-                raise UserError(
-                    f"track: it must be called after DistributedDataParallel has wrapped {name}, got an earlier call. "
-                    "Move the call down."
-                )
-            self._wrappers.add(ddp)
-            self.tracked.adopt(ddp)
-            self.clock.watch(next((each for each in items.values() if getattr(each, "_orig_mod", None) is ddp), ddp))
-            if late or not trained.fix_bucket_order(ddp):
-                unfixed.add(name)
-        if unfixed and self.world_size > 1:
-            names = ", ".join(sorted(unfixed))
-            group.log.info(f"track  a resume changes the last bits of {names}: DDP fixes its order of sums too late")
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
@@ -294,11 +270,12 @@ class Job:
         `late`: the step's backward pass is over."""
         if trained.new:
             trained.new.clear()
-            self._adopt_wrappers(late=late)
+            self._wrappers.adopt(late=late, begun=self._begun)
         if self._begun:
             return
         self._begun = True
         self._same_names([])
+        self._wrappers.warn_of_hooks()
         group, run, step = self.group, self.run, self.position.step
         commit = (group.rank_env.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()

@@ -10,6 +10,7 @@ optimizers' settings. Everything else may change only inside `job.step` and `job
 """
 
 import hashlib
+from itertools import chain
 from typing import Any
 
 import torch
@@ -192,12 +193,13 @@ class Tracked:
     def in_first_steps(self) -> bool:
         return self._checks > 0
 
-    def parameters(self) -> set[int]:
-        """Return the ids of all tensors in modules, dicts and lists, and of tracked tensors."""
-        found = {id(each) for parameters in self._parameters.values() for each in parameters}
-        for item in self.items.values():
-            found.update(map(id, item.parameters() if isinstance(item, nn.Module) else tree_leaves(item)))
-        return found
+    def unknown(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of `parameters` that are in no tracked module, dict or list, and are no tracked tensor."""
+        modules = [each for item in self.items.values() if isinstance(item, nn.Module) for each in item.parameters()]
+        others = [each for each in tree_leaves([*self.items.values()]) if isinstance(each, torch.Tensor)]
+        known = {id(each) for each in chain(modules, others, *self._parameters.values())}
+        memory = {each.data_ptr() for each in others} - {0}  # a module's state_dict has other tensors with its memory
+        return [each for each in parameters if id(each) not in known and each.data_ptr() not in memory]
 
     def _look(self) -> dict[str, Any]:
         """Return, by name, a value that changes with the item: for a module, torch's count of changes in place of each

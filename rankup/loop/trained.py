@@ -18,6 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankup.errors import UserError
+from rankup.group.group import Group
+from rankup.loop.tracked import Tracked
+from rankup.observe.stragglers import StepClock
 
 HOLD_NO_OPTIMIZER = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)
 # The DDP modules of this process, oldest first, and those since the last call of `take_new`
@@ -33,6 +36,42 @@ def _note(module: nn.Module, name: str, submodule: Any) -> None:
 
 
 register_module_module_registration_hook(_note)
+
+
+class Wrappers:
+    """Treats DDP modules that train tracked parameters as if `track` had got them."""
+
+    def __init__(self, group: Group, tracked: Tracked, clock: StepClock) -> None:
+        self._group, self._tracked, self._clock = group, tracked, clock
+        self.adopted = weakref.WeakSet[DistributedDataParallel]()
+
+    def adopt(self, *, late: bool = False, begun: bool = True) -> None:
+        """Adopt the wrappers of tracked parameters that were made since the last call. All ranks call this. `late`: the
+        backward pass of a step is over, of the first step unless `begun`."""
+        group, items, unfixed = self._group, self._tracked.items, set[str]()
+        for ddp, name in wrappers_of(items).items():
+            if ddp in self.adopted:
+                continue
+            # torch's `replicate` makes its DDP module in the first forward pass
+            if late and not begun and group.world_size > 1 and not isinstance(ddp.module, nn.ParameterList):
+                raise UserError(
+                    f"track: it must be called after DistributedDataParallel has wrapped {name}, got an earlier call. "
+                    "Move the call down."
+                )
+            self.adopted.add(ddp)
+            self._tracked.adopt(ddp)
+            self._clock.watch(next((each for each in items.values() if getattr(each, "_orig_mod", None) is ddp), ddp))
+            if late or not fix_bucket_order(ddp):
+                unfixed.add(name)
+        if unfixed and group.world_size > 1:
+            names = ", ".join(sorted(unfixed))
+            group.log.info(f"track  a resume changes the last bits of {names}: DDP fixes its order of sums too late")
+
+    def warn_of_hooks(self) -> None:
+        """Log which communication hooks have a state of their own, such as PowerSGD's error."""
+        for hook in [hook for ddp in self.adopted for hook, state in ddp._comm_hooks if hasattr(state, "iter")]:
+            name = hook.__qualname__
+            self._group.log.info(f"track  a resume changes the weights: no copy holds the state of DDP's {name}")
 
 
 def wrappers_of(items: dict[str, Any]) -> dict[DistributedDataParallel, str]:
@@ -107,8 +146,8 @@ def _scaler() -> Any:
     return None
 
 
-def watch_optimizers(tracked: Any, say: Callable[[str], None]) -> None:
-    """Look at each optimizer that steps during the first steps. `tracked`: a `rankup.loop.tracked.Tracked`.
+def watch_optimizers(tracked: Tracked, say: Callable[[str], None]) -> None:
+    """Look at each optimizer that steps during the first steps.
 
     Raises UserError in the step of a tracked optimizer that trains parameters of no tracked object: a resume would give
     it a state that belongs to other weights. Calls `say` once for each optimizer and GradScaler that is not tracked, if
@@ -123,8 +162,8 @@ def watch_optimizers(tracked: Any, say: Callable[[str], None]) -> None:
         if (tracked := this()) is None or not tracked.in_first_steps:
             return
         own, kind = parameters_of(optimizer), type(optimizer).__name__
-        trained = {id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
-        lost = trained - tracked.parameters()
+        trained = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        lost = tracked.unknown(trained)
         name = next((name for name, known in kept.items() if known & own), None)
         if name is not None and lost:
             raise UserError(

@@ -112,6 +112,23 @@ def test_tracked_module_on_a_gpu_needs_a_rank_with_that_gpu(own: str) -> None:
         Tracked(device=torch.device(own)).add({"net": nn.Linear(1, 1).cuda()})
 
 
+@pytest.mark.parametrize("how", ["module", "state_dict", "list", "tensor"])
+def test_trained_parameters_may_be_tracked_in_any_form(how: str) -> None:
+    model, tracked, said = nn.Linear(2, 1, bias=False), Tracked(), list[str]()
+    ways = {"module": nn.Sequential(model), "state_dict": model.state_dict(), "list": [[model.weight]],
+            "tensor": model.weight}
+    tracked.add({"net": ways[how], "sgd": (sgd := torch.optim.SGD(model.parameters()))})
+    watch_optimizers(tracked, said.append)
+    model(torch.ones(2)).sum().backward()
+    sgd.step()
+    sgd.add_param_group({"params": (more := nn.Parameter(torch.ones(1)))})
+    more.grad = torch.ones(1)
+    with pytest.raises(UserError, match="sgd must train only parameters of tracked objects, got 1 of 2 tensors"):
+        sgd.step()
+    tracked._checks = 0  # torch keeps the hook as long as the test's error keeps `tracked`
+    assert not said
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_scaler_in_use_that_is_not_tracked_is_named_once(kept: bool) -> None:
     model, said, tracked, scaler = nn.Linear(2, 1), list[str](), Tracked(), torch.amp.GradScaler("cpu")

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.job.test_loop import ran, said
+from tests.project.test_docs import fences
 from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT
 
 START = """
 import copy, hashlib, os, warnings
@@ -36,7 +38,7 @@ END = """
         job.save(wait=True)
         os.kill(os.getpid(), 9)
 print(f"digest-{job.rank}", hashlib.sha256(repr([*net.state_dict().values()]).encode()).hexdigest())
-print("kinds", sorted({type(each).__name__ for each in job._wrappers}))
+print("kinds", sorted({type(each).__name__ for each in job._wrappers.adopted}))
 job.finish()
 """
 
@@ -86,6 +88,15 @@ def test_wrapper_made_after_the_first_step_is_reported(forks: Forks, tmp_path: P
     output = ran(forks, tmp_path, text, ranks=2)
     assert output.count("a resume changes the last bits of net") == 1
     assert said(output, "digest-0") == said(output, "digest-1")
+
+
+def test_communication_hook_whose_state_no_copy_holds_is_reported(forks: Forks, tmp_path: Path) -> None:
+    hook = (
+        "from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power\n"
+        "model.register_comm_hook(power.PowerSGDState(None, 1, start_powerSGD_iter=3), power.powerSGD_hook)\n"
+    )
+    output = ran(forks, tmp_path, loop("before", "job.steps(9)").replace("for step", f"{hook}for step"), ranks=2)
+    assert output.count("a resume changes the weights: no copy holds the state of DDP's powerSGD_hook") == 1
 
 
 STEPS = """
@@ -212,3 +223,20 @@ def test_module_and_optimizer_that_are_not_tracked_are_reported(forks: Forks, tm
     )
     output = ran(forks, tmp_path, text, ranks=2)
     assert output.count("track: SGD steps and is not tracked: a restart resets its parameters") >= 1
+
+
+def test_loop_of_the_first_page_trains_the_same_weights_on_all_ranks(forks: Forks, tmp_path: Path) -> None:
+    """Followed to the letter, around a script for one GPU."""
+    (loop,) = (text for language, text in fences((ROOT / "README.md").read_text()) if "job.batches" in text)
+    before = (
+        "import torch\nfrom torch import nn\nfrom torch.nn.parallel import DistributedDataParallel\n"
+        "from torch.utils.data import DataLoader, TensorDataset\nmodel = nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.Adam(model.parameters())\n"
+        "loader = DataLoader(TensorDataset(torch.rand(64, 2), torch.rand(64, 1)), batch_size=8, shuffle=True)\n"
+    )
+    own = "loss = (model(x) - y).square().mean(); optimizer.zero_grad(); loss.backward()"
+    assert loop.count("        ... ") == 1
+    text = before + loop.replace("        ... ", f"        {own} ")
+    output = ran(forks, tmp_path, f"{text}print(f'bias-{{job.rank}}', model.module.bias.item())\n", ranks=2)
+    assert said(output, "bias-0") == said(output, "bias-1")
+    assert "error:" not in output
