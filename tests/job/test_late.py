@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rankup.explain import diagnose_files
 from tests.rigs.fork_server import Forks
 
 SCRIPT = Path(__file__).with_name("late_script.py")
@@ -25,6 +26,8 @@ def test_rank_that_only_waits_is_never_suspected(where: str, exchange: str, fork
     assert suspected, output
     assert {rank for rank, _ in suspected} == {"1"}, output
     assert {more for _, more in suspected}.isdisjoint({","}), output  # no second suspect
+    cause = diagnose_files([tmp_path / "run"])[0]
+    assert (cause.title, cause.rank) == ("the phase step took longer than its deadline", 1)
 
 
 def test_rank_without_batches_is_named_at_once_and_nothing_is_repeated(forks: Forks, tmp_path: Path) -> None:
