@@ -171,7 +171,7 @@ def watch_optimizers(tracked: Tracked, say: Callable[[str], None]) -> None:
                 "tensors that belong to none. Give job.track their module too."
             )
         scaler = _scaler()
-        if scaler is not None and id(scaler) not in {*said, *map(id, tracked.items.values())}:
+        if scaler is not None and scaler.is_enabled() and id(scaler) not in {*said, *map(id, tracked.items.values())}:
             said.add(id(scaler))
             say("track: GradScaler works and is not tracked: a restart resets its scale, and the weights will differ")
         if name is None and (optimizer.state or lost) and said.isdisjoint(own):
