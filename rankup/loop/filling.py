@@ -123,8 +123,8 @@ class Filling:
             return tuple(self.fill(_at(held, n), each, f"{path}{n}.") for n, each in enumerate(value))
         if type(value) is not list and type(value) not in MAPPINGS.values():
             return value
-        _, before = self._filled.get(id(live), (None, value))
-        if type(live) is not type(value) or not _alike(before, value):
+        again = id(live) in self._filled and not _alike(self._filled[id(live)][1], value)
+        if again or type(live) is not type(value):
             live = type(value)()
         self._filled[id(live)] = live, value
         held, entries = live.copy(), value.copy()  # `live` may be `value`

@@ -94,7 +94,7 @@ class Tracked:
     def _add_module(self, name: str, module: nn.Module) -> None:
         wrapped = {
             f"{outer}.{inner}".lstrip(".")
-            for outer, each in module.named_modules()
+            for outer, each in module.named_modules(remove_duplicate=False)
             for inner in ["module" if isinstance(each, WRAPPERS) else "_orig_mod"]
             if isinstance(getattr(each, inner, None), nn.Module)
         }

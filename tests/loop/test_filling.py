@@ -194,3 +194,12 @@ def test_buffer_of_the_last_commit_is_kept_under_all_its_names() -> None:
     assert len(names) == 1  # one tensor in the copy too
     tracked.commit()
     assert tracked.fingerprint() != before
+
+
+def test_wrapper_that_is_registered_twice_is_in_no_name() -> None:
+    plain, compiled = nn.Module(), nn.Module()
+    plain.a = plain.b = nn.Linear(1, 1)
+    compiled.a = compiled.b = torch.compile(nn.Linear(1, 1), backend="eager")
+    state = saved(tracking(model=compiled))
+    tracking(model=plain).load(state)
+    assert torch.equal(plain.b.weight, compiled.a.weight)
