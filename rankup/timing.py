@@ -35,6 +35,7 @@ ENDING_S = 0.5  # a member that cannot be reached may be ending, which the leade
 DECIDE_S = 1.0  # before this rank's state is rescued, for a comparison that may show that the state is wrong
 LAST_MESSAGE_S = 2.0  # for the last messages of an ending process, or of a peer that may be gone
 SAY_S = 2.0  # for a message to the agent, because a stopped agent reads nothing
+HEALTHY_S = 600.0  # an unchanged script that ran this long before its node was lost is healthy; kubelet's figure
 UNNOTICED_S = 2.0  # ranks notice a lost peer within a second; a rank that waits for it to join is told after this time
 LEAVE_S = 15.0  # after one rank has ended, all others must end within this time of their last progress with a rescue
 SCRIPT_LEAVE_S = 5.0  # the same for a script that does not import rankup: it has only its own state to write

@@ -63,6 +63,7 @@ class Coordinator:
         )
         self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
         self.job = new_job()
+        self._began_s = time.monotonic()  # when the newest membership began
         self._noticed = "", 0.0  # which node has given a notice last, by its token, and when
         self.failures = Counter[str]()  # how often the ranks of each node have failed, by the node's token
         self.taking: asyncio.Task[bool] | None = None  # takes the run's lease, see `ScriptStatus.take`
@@ -123,7 +124,8 @@ class Coordinator:
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """Return what a commit says besides its members. If the job ends instead, wait until this task is cancelled."""
-        verdict = await self._blame(self.ends.judge(resizing=self.leader.resizing))
+        size = sum(member.num_ranks for member in self.leader.chosen)
+        verdict = await self._blame(self.ends.judge(resizing=self.leader.resizing, next_size=size))
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
@@ -133,7 +135,7 @@ class Coordinator:
                 port = listener.getsockname()[1]
         else:
             port = free_port()
-        self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
+        self.ends.world_size, self._began_s = size, time.monotonic()
         if (job := self.leader.basis["job"]):  # in an elastic job, each leader continues the count of the one before
             self.job, self.ends.restarts = job, n - 1
         again = self.ends.restarts > 0
@@ -183,8 +185,8 @@ class Coordinator:
                 else:
                     self._end(verdict)
         elif message["is"] == "lost":
-            for rank in member.ranks:
-                self.ends.add(End(rank, member.host, KILLED, message["why"]))
+            lost = [End(rank, member.host, KILLED, message["why"]) for rank in member.ranks]
+            self.ends.add_lost_node(lost, after_s=time.monotonic() - self._began_s)
         elif message["is"] == "notice":
             now_s, (other, noticed_s) = time.monotonic(), self._noticed
             # A scheduler signals all nodes at once. A second notice to the same node is meant as one

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import sys
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -37,15 +38,26 @@ from rankup.errors import (
 )
 from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
-from rankup.timing import VICTIM_LATER_S
+from rankup.timing import HEALTHY_S, VICTIM_LATER_S
 
-# Parts of the errors of collectives that have lost a peer. gloo raises them as RuntimeError, without a class of its own
+# The errors of collectives: classes of torch and Horovod, and gloo's RuntimeError, which names a line of C++. A
+# script's own network errors, such as those of a store or a tracker, are of other classes, or name no such line
+COLLECTIVE = re.compile(
+    r"(?:\w+\.)*(?:Dist\w*|HorovodInternal)Error: |"
+    r"RuntimeError: .*(?:\[\S+\.(?:cc|cpp|h|hpp):\d+\]|connectFullMesh|NCCL (?:error|communicator))"
+)
+# Parts of the texts of those that have lost a peer
 LOST_PEER = re.compile(
     r"gloo/transport/|closed by peer|reset by peer|Broken pipe|connectFullMesh|Timed out waiting \d+ms|Socket closed|"
     r"recvValue|sendBytes|Connection was likely closed|NCCL (error|communicator)|Application timeout|"
     r"Horovod has been shut down",
     re.IGNORECASE,
 )
+
+
+def is_peer_loss(why: str) -> bool:
+    """Return whether an error, its class and its text, says that a collective has lost a peer."""
+    return COLLECTIVE.match(why) is not None and LOST_PEER.search(why) is not None
 
 
 def new_job() -> str:
@@ -77,7 +89,7 @@ class End:
     @property
     def explains(self) -> bool:
         """Whether this end may be the cause: the rank was not told to leave, and did not just lose another rank."""
-        return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.why)
+        return not self.told and self.code != PEER_LOST and not is_peer_loss(self.why)
 
     @property
     def blamed(self) -> int | None:
@@ -130,17 +142,33 @@ class Ends:
     furthest_step: int = 0
     stopped_by: str = ""  # the signal that asked the job to stop
     latest: list[End] = field(default_factory=list)  # the ends of the last membership that was judged
+    smallest: int = sys.maxsize  # the fewest ranks of a membership so far
     _ends: dict[int, End] = field(default_factory=dict)  # by rank, in the order in which the ranks ended
+    _with_node: dict[int, float] = field(default_factory=dict)  # by rank of a lost node: how long the membership ran
+    _progressed: bool = False  # whether an attempt has made progress
 
     def add(self, end: End) -> bool:
         """Add an end. Returns whether every rank has ended now."""
         self._ends.setdefault(end.rank, end)
         return len(self._ends) == self.world_size
 
-    def judge(self, *, resizing: bool = False) -> Verdict:
-        """Decide after every rank has ended. `resizing`: the ranks were asked to stop for another membership."""
+    def add_lost_node(self, ends: Iterable[End], *, after_s: float) -> None:
+        """Add the ends of all ranks of a lost node. `after_s`: how long the membership had run."""
+        for end in ends:
+            self._with_node[end.rank] = after_s
+            self.add(end)
+
+    def judge(self, *, resizing: bool = False, next_size: int | None = None) -> Verdict:
+        """Decide after every rank has ended. `resizing`: the ranks were asked to stop for another membership.
+        `next_size`: how many ranks that membership has, by default as many as this one.
+
+        An attempt made progress if it reached a new step. An unchanged script reports no steps, so a lost node does not
+        count against it after HEALTHY_S, or if the job has shrunk: that ends at the fewest nodes that the job accepts.
+        """
         ends = self.latest = list(self._ends.values())
-        self._ends = {}
+        self._ends, with_node, self._with_node = {}, self._with_node, {}
+        self.smallest = min(self.smallest, self.world_size)
+        shrinks = next_size is not None and next_size < self.smallest
         if not ends:
             return Verdict(STOPPED if self.stopped_by else None)
         code, cause = cause_of(ends)
@@ -161,13 +189,15 @@ class Ends:
             return Verdict(code, str(cause))
         step = max(end.step for end in ends)
         if step > self.furthest_step:
-            self.furthest_step, self.without_progress = step, 0
+            self.furthest_step, self.without_progress, self._progressed = step, 0, True
+        elif cause.rank in with_node and (shrinks or with_node[cause.rank] >= HEALTHY_S):
+            self.without_progress, self._progressed = 0, True
         if self.without_progress >= self.max_restarts:
             return Verdict(code, f"{cause}; gave up after {self.max_restarts} restarts without progress")
         self.restarts += 1
         self.without_progress += 1
-        # The attempt that reached the furthest step made progress, so it does not count
-        vain = self.without_progress - (self.furthest_step > 0)
+        # The attempt that made the last progress does not count
+        vain = self.without_progress - self._progressed
         return Verdict(None, f"{cause}, restarted ({vain} of {self.max_restarts} attempts without progress)", cause)
 
 

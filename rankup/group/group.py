@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankup.agent.ends import LOST_PEER
+from rankup.agent.ends import is_peer_loss
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, UserError, exit_code, reason
 from rankup.group.watchdog import Watchdog
@@ -299,4 +299,4 @@ def broke_collective(error: BaseException) -> bool:
     if by_python and not type(error).__module__.startswith("horovod."):
         return False
     # If a check in gloo fails, such as one for equal sizes, the program is at fault, although the error looks the same
-    return bool(LOST_PEER.search(str(error))) and "enforce fail" not in str(error)
+    return is_peer_loss(reason(error)) and "enforce fail" not in str(error)

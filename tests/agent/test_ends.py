@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.ends import End, Ends, StatusFile, write_end
+from rankup.agent.ends import End, Ends, StatusFile, Verdict, write_end
 from rankup.env.rank_env import RankEnv, read_rank_env
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED, PeerLost
 from rankup.places.files import read_json
+from rankup.timing import HEALTHY_S
 
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
@@ -19,6 +20,30 @@ def ended(*codes: int | End) -> Ends:
     for rank, code in enumerate(codes):
         ends.add(code if isinstance(code, End) else End(rank, "n", code))
     return ends
+
+
+@pytest.mark.parametrize(("why", "lost"), [
+    (RESET, True),
+    ("RuntimeError: [pair.cc:553] Connection closed by peer [10.77.0.2]:19612.", True),
+    ("RuntimeError: [/pytorch/gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv", True),
+    ("RuntimeError: Gloo connectFullMesh failed with [/pytorch/gloo/transport/tcp/pair.cc:144] no error", True),
+    ("torch.distributed.DistNetworkError: Connection reset by peer", True),
+    ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited", True),
+    ("horovod.common.exceptions.HorovodInternalError: Horovod has been shut down. ", True),
+    ("torch.distributed.DistNetworkError: The server socket has failed to listen", False),
+    # A script's own network errors: Python's, a client's of an object store, a tracker's
+    ("ConnectionResetError: [Errno 104] Connection reset by peer", False),
+    ("BrokenPipeError: [Errno 32] Broken pipe", False),
+    ("requests.exceptions.ConnectionError: ('aborted', ConnectionResetError(104, 'Connection reset by peer'))", False),
+    ("urllib3.exceptions.ProtocolError: ('Connection broken: ConnectionResetError(104, 'reset by peer')", False),
+    ("RuntimeError: the upload to s3://bucket failed: Connection reset by peer", False),
+    ("wandb.errors.CommError: Broken pipe", False),
+    ("stderr: the store has closed: Socket closed", False),
+])
+def test_only_an_error_of_a_collective_is_the_loss_of_a_peer(why: str, lost: bool) -> None:
+    assert End(0, "n", 1, why).explains is not lost
+    ends = ended(End(0, "n", 1, RESET), End(1, "n", 1, why)).judge()
+    assert (ends.code, ends.cause is None) == ((None, False) if lost else (1, True))
 
 
 @pytest.mark.parametrize(("codes", "code"), [
@@ -66,6 +91,36 @@ def test_restarts_without_a_new_step_are_counted() -> None:
     ]
     assert found[-1].text.endswith("gave up after 2 restarts without progress")
     assert ends.restarts == 4
+
+
+def lose_node(ends: Ends, *, after_s: float, next_size: int = 4, cause: int | None = None) -> Verdict:
+    """Lose the second of two nodes with two ranks each. `cause`: the code with which rank 0 ended before."""
+    ends.add(End(0, "a", 143 if cause is None else cause, told=cause is None))
+    ends.add(End(1, "a", 143, told=True))
+    ends.add_lost_node([End(2, "b", 137, "its agent has ended"), End(3, "b", 137)], after_s=after_s)
+    verdict, ends.world_size = ends.judge(next_size=next_size), next_size
+    return verdict
+
+
+@pytest.mark.parametrize(("after_s", "sizes", "codes"), [
+    (HEALTHY_S, [4] * 6, [None] * 6),  # a node a day, for a month
+    (HEALTHY_S / 2, [4] * 4, [None, None, None, 137]),  # whatever comes back fails again and again
+    (1.0, [3, 2, 1], [None] * 3),  # spot nodes are taken away one by one
+    (1.0, [3, 4, 3, 4], [None, None, None, 137]),  # they come back, and are lost again
+])
+def test_lost_node_of_a_healthy_unchanged_script_does_not_use_up_the_restarts(
+    after_s: float, sizes: list[int], codes: list[int | None]
+) -> None:
+    ends = Ends(4, 3)
+    found = [lose_node(ends, after_s=after_s, next_size=size) for size in sizes]
+    assert [verdict.code for verdict in found] == codes
+    if after_s >= HEALTHY_S:
+        assert "restarted (0 of 3 attempts without progress)" in found[-1].text
+
+
+def test_rank_that_crashes_counts_even_if_its_crash_costs_a_node() -> None:
+    ends = Ends(4, 3)
+    assert [lose_node(ends, after_s=HEALTHY_S, cause=139).code for _ in range(4)] == [None, None, None, 139]
 
 
 @pytest.mark.parametrize("codes", [[STOPPED, STOPPED], [STOPPED, PEER_LOST], [PEER_LOST, PEER_LOST]])

@@ -331,6 +331,16 @@ def test_exception_of_one_rank_ends_all_and_is_named(tmp_path: Path) -> None:
     assert found["ranks"]["1"]["why"] == "MemoryError: boom"
 
 
+@pytest.mark.parametrize("more", ["", "import rankup\n"])
+def test_network_error_of_the_script_itself_is_a_fault_and_no_lost_peer(
+    more: str, forks: Forks, tmp_path: Path
+) -> None:
+    text = f"{more}if rank: raise ConnectionResetError(104, 'Connection reset by peer')\nwait_for('never')"
+    output = forks.ends("launch", "--nproc=2", f"--run-dir={tmp_path}/runs", write(tmp_path, text), code=1)
+    assert "ended with 1 (ConnectionResetError: [Errno 104] Connection reset by peer) (exit code 1)" in output
+    assert "restarted" not in output
+
+
 @pytest.mark.parametrize("code", [139, 171])
 def test_all_ranks_restart_after_a_lost_one(code: int, tmp_path: Path) -> None:
     """The rank that dies waits for the other one, which may start late and must have written its file."""
