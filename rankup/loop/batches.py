@@ -5,24 +5,24 @@ rank takes its part. A sampler that already splits the data (DistributedSampler)
 
 After a resume, rankup draws the order of a DataLoader of a map-style data set again, restores the state of a loader
 that has a state_dict, and loads and drops the earlier batches of any other iterable. A generator can't start again, and
-is an error.
+is an error. With another number of ranks, DistributedSampler's order is split anew.
 """
 
 import hashlib
 import json
 import math
-import sys
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import chain, count, islice, repeat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from itertools import chain, count, cycle, islice, repeat
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from rankup.errors import UserError
-from rankup.loop.reporting import OVER
+from rankup.loop.trace import last_traced
 from rankup.loop.tracked import has_state
 from rankup.loop.workers import Workers
 from rankup.seeds import CPU, derive_seed, drawn_apart, host_state_kept, seed_everything, seed_host
@@ -47,9 +47,9 @@ def part_of(batch: Sequence[Any], rank: int, world_size: int) -> tuple[list[Any]
     return [*batch[begin : begin + count]] or [batch[0]], count * world_size / len(batch)
 
 
-def splits(loader: Any) -> bool:
-    """Return whether the loader's sampler already gives each rank its own samples."""
-    return any(hasattr(each, "num_replicas") and hasattr(each, "rank") for each in _samplers(loader))
+def splitting_sampler(loader: Any) -> Any:
+    """Return the loader's sampler that already gives each rank its own samples, or None."""
+    return next((each for each in _samplers(loader) if hasattr(each, "num_replicas") and hasattr(each, "rank")), None)
 
 
 class Source:
@@ -58,21 +58,30 @@ class Source:
     `replays`: whether a resume skips the batches of earlier steps; False if their order does not matter. `stateful`:
     whether copies hold the loader's own state, as of torchdata's StatefulDataLoader. `fingerprint`: a digest of the
     newest order, which must be equal on all ranks, or "" if ranks may differ. `uneven`: whether ranks may get different
-    numbers of batches, because each rank reads a loader of its own.
+    numbers of batches, because each rank reads a loader of its own. `stride`: how many batches all ranks together get
+    for each one that this rank gets.
     """
 
-    fingerprint, uneven = "", True
+    fingerprint, uneven, stride = "", True, 1
 
     def __init__(self, loader: Any, rank: int, *, device: torch.device, replays: bool = True) -> None:
         self.loader, self.rank, self.device, self.replays = loader, rank, device, replays
         self.stateful = replays and has_state(loader)
         self.in_process = not getattr(loader, "num_workers", 0)
 
-    def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
-        """Iterate over this rank's batches of an epoch with their weights, without the first `skip` batches.
+    def name(self) -> str:
+        """Return what the user calls this loader: the type of its data set, or its own type."""
+        return type(getattr(self.loader, "dataset", self.loader)).__name__
+
+    def open(
+        self, seed: int, *, epoch: int, skip: int, state: Any, look: Callable[[int, Any], None] | None = None
+    ) -> Iterator[tuple[Any, float]]:
+        """Iterate over this rank's batches of an epoch with their weights, without the first `skip` batches. Batches
+        count over all ranks, see `stride`.
 
         `seed`: the seed of this pass over the loader. `state`: the loader's state after `skip` batches, None at the
-        beginning. A weight is this rank's share of the global batch, times the number of ranks.
+        beginning. `look`: called with the number and the content of each batch of this rank that is loaded again. A
+        weight is this rank's share of the global batch, times the number of ranks.
         """
         _prepare(self.loader, seed, epoch)
         own, first = derive_seed(seed, self.rank), 0
@@ -81,36 +90,60 @@ class Source:
         if self.stateful and state is not None:
             self.loader.load_state_dict(state)
             first = skip
-        return self._read(iter(Workers(self.loader)), own, first, skip if self.replays else first)
+        batches = self._seeded(iter(Workers(self.loader)), own, count(first))
+        for number in range(first, skip if self.replays else first):
+            found = next(batches, END)
+            if look is not None:
+                look(number if found is not END else 0, found)  # batch 0 is not END: the loader has fewer batches now
+        return zip(batches, repeat(1.0))
 
-    def _read(self, iterator: Iterator[Any], seed: int, first: int, skip: int) -> Iterator[tuple[Any, float]]:
-        for number in count(first):
-            # Random numbers for loading must not depend on what the training drew meanwhile. A loader with workers
-            # draws them too: its sampler runs in this process
+    def _seeded(self, batches: Iterator[Any], seed: int, numbers: Iterable[int]) -> Iterator[Any]:
+        """Iterate over `batches`, which have these numbers. The random state in which the main process loads a batch
+        depends on its number alone, not on what the training drew. A sampler draws there, even if workers load."""
+        for number in numbers:
             seed_everything(seed + number, self.device)
-            if (batch := next(iterator, END)) is END:
+            if (batch := next(batches, END)) is END:
                 return
-            if number >= skip:
-                yield batch, 1.0
+            yield batch
 
 
 class Split(Source):
-    """Reads a DataLoader that batches a map-style data set, and iterates over its batch sampler in the main process."""
+    """Reads a DataLoader that batches a map-style data set, and iterates over its batch sampler in the main process.
+
+    `whole`: torch's own sampler that splits the samples, from which the order for any number of ranks follows, or None.
+    """
 
     def __init__(self, loader: Any, rank: int, world_size: int, *, device: torch.device) -> None:
         super().__init__(loader, rank, device=device)
         self.stateful = False  # a resume draws the order again
-        self.uneven = splits(loader)
-        self._share = (0, 1) if splits(loader) else (rank, world_size)
+        splitting, sampler = splitting_sampler(loader), loader.sampler
+        self.uneven = splitting is not None
+        self._share, self.stride = ((rank, world_size), 1) if splitting is None else ((0, 1), splitting.num_replicas)
+        plain = type(loader.batch_sampler) is BatchSampler and splitting is sampler
+        self.whole = sampler if plain and type(sampler).__iter__ is DistributedSampler.__iter__ else None
         self._rank_loader, self._checked = _RankLoader(loader), False
 
-    def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
+    def open(
+        self, seed: int, *, epoch: int, skip: int, state: Any, look: Callable[[int, Any], None] | None = None
+    ) -> Iterator[tuple[Any, float]]:
         weights: deque[float] = deque()
-        parts = self._split(islice(self._draw(seed, epoch), skip, None), weights)
-        batches = self._rank_loader.read(parts, seed)
-        pairs = self._read(batches, derive_seed(seed, self.rank), skip, skip) if self.in_process else zip(
-            batches, repeat(1.0))  # workers draw with a seed for each sample
-        return ((batch, weights.popleft()) for batch, _ in pairs)
+        begin = skip // self.stride
+        first = last_traced(begin) if look is not None and skip else begin  # this batch is loaded again
+        if skip and self.whole is not None:
+            _prepare(self.loader, seed, epoch)
+            drawn = iter(remaining(self.whole, self.loader, skip - (begin - first) * self.stride))
+        else:
+            drawn = islice(self._draw(seed, epoch), first, None)
+        numbers: Iterator[int] = count(begin)
+        if first < begin:
+            drawn, numbers = chain(islice(drawn, 1), islice(drawn, begin - first - 1, None)), chain([first], numbers)
+        batches = self._rank_loader.read(self._split(drawn, weights), seed)
+        if self.in_process:  # workers draw with a seed for each sample
+            batches = self._seeded(batches, derive_seed(seed, self.rank), numbers)
+        pairs = ((batch, weights.popleft()) for batch in batches)
+        if first < begin and look is not None:
+            look(first, next(pairs, (END, 0.0))[0])
+        return pairs
 
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """Iterate over the global batches, each a list of sample indices."""
@@ -139,6 +172,22 @@ class Split(Source):
             yield part
 
 
+def remaining(sampler: Any, loader: Any, done: int) -> BatchSampler:
+    """Return this rank's batches of the samples that no rank has had after `done` batches of all ranks together, in the
+    order of a DistributedSampler, which does not depend on the number of ranks. As there, `drop_last` drops the samples
+    that do not fill all ranks; otherwise the first samples of the epoch come again."""
+    size, whole, rank, ranks = loader.batch_size, copy(sampler), sampler.rank, sampler.num_replicas
+    whole.rank, whole.num_replicas, whole.num_samples = 0, 1, len(sampler.dataset)
+    whole.total_size = whole.num_samples
+    order = [*whole]
+    left = order[done * size :]
+    if sampler.drop_last:
+        left = left[: len(left) // ranks * ranks]
+    elif left:
+        left += islice(cycle(order), -len(left) % ranks)
+    return BatchSampler(left[rank::ranks], size, loader.drop_last)
+
+
 def source_of(
     loader: Any, rank: int, world_size: int, *, any_order: bool, device: torch.device = CPU
 ) -> Source:
@@ -150,7 +199,7 @@ def source_of(
     usual = stateful or type(loader).__iter__ is DataLoader.__iter__
     if map_style and loader.batch_sampler is not None and usual:
         return Split(loader, rank, world_size, device=device)
-    if map_style and world_size > 1 and not splits(loader):
+    if map_style and world_size > 1 and splitting_sampler(loader) is None:
         raise UserError(
             f"batches: {type(loader).__name__} must split its samples among {world_size} ranks, because it iterates in "
             "its own way or has no batches. Give it a DistributedSampler, or use torch's DataLoader with a batch_size."
@@ -182,7 +231,7 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
             batches = iter(Workers(loader))
         else:
             sampler = loader.batch_sampler
-            if splits(loader):  # the sampler may repeat samples, so that all ranks get the same number
+            if splitting_sampler(loader) is not None:  # it may repeat samples, so that all ranks get the same number
                 sampler = BatchSampler(range(len(loader.dataset)), loader.batch_size or 1, drop_last=False)
             every = list(sampler)
             own = every[rank::world_size]
@@ -283,102 +332,3 @@ def _prepare(loader: Any, seed: int, epoch: int) -> None:
 def _digest(batches: list[Any]) -> str:
     text = json.dumps(batches, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-# Passes over loaders -------------------------------------------------------------------------------------------------
-
-
-def at_stop_iteration() -> bool:
-    """Return whether the user's `except StopIteration` block is running. A resumed loop runs that block once for all
-    finished passes, so rankup can't tell after which of these passes the block runs."""
-    return isinstance(sys.exc_info()[1], StopIteration)
-
-
-class Batches:
-    """What `job.batches` returns. Iterate over it once per epoch. `len()` is the number of batches in a whole epoch."""
-
-    def __init__(self, job: Any, source: Source) -> None:
-        """`job`: a `rankup.loop.job.Job`, whose module imports this one."""
-        self._job, self._source, self._weight, self._reused = job, source, 1.0, False
-
-    def __len__(self) -> int:
-        return len(self._source.loader)
-
-    @property
-    def weight(self) -> float:
-        """`job.weight` for the newest batch of this loader, if a loop reads several loaders together."""
-        self._job.loop.weight_asked = True
-        return self._weight
-
-    def __iter__(self) -> Iterator[Any]:
-        # After a resume a finished pass has no batches left: `for` ends at once, `except StopIteration` skips the pass
-        while not (yield from self._pass()) and at_stop_iteration():
-            pass
-
-    def _pass(self) -> Generator[Any, None, bool]:
-        """Yield the batches of the next pass. Returns False if the copy already had all of them."""
-        # Look up here what each step needs: during a step, the CPU's caches are cold
-        job, source, loop, group, clock = self._job, self._source, self._job.loop, self._job.group, self._job.clock
-        waited = group.watch.clock.wait_for_data
-        job.begin()
-        known = len(loop.streams)
-        again = at_stop_iteration()
-        if again and loop.begun and self not in loop.begun and not loop.has_epochs:
-            raise UserError(
-                "batches: `except StopIteration` must restart a loader that was used before, got a new one, which "
-                "has no place in a resumed run. Build the loader once, above the loop."
-            )
-        number, state = loop.begin_pass(self, source)
-        if number and not (again or loop.running or loop.fetched or loop.has_epochs):  # code ran after the last pass
-            job.tracked.check_unchanged(after_epoch=True)
-            with job.commit_lock:
-                if number < known:  # that code has run a second time, and the copy already holds its changes
-                    job.tracked.undo_schedules()
-                else:
-                    job.commit()
-        skip = loop.streams[number]
-        seed = derive_seed(job.settings.seed, loop.epoch, number)
-        pairs = source.open(seed, epoch=loop.epoch, skip=skip, state=state) if skip != OVER else iter(())
-        if order := source.fingerprint:
-            group.must_match("batches: the order of the samples", order, remedy=(
-                "A sampler must draw the same order on all ranks, or split the data as DistributedSampler does."
-            ))
-        position, streams, record = job.position, loop.streams, group.record
-        loop.running.append(self)
-        try:
-            while True:
-                if loop.fetched:  # this check also refuses a loop without any job.step
-                    job.tracked.check_unchanged(after_epoch=loop.epoch != position.epoch)
-                elif group.stops_before(position.step):
-                    raise job.save_and_stop()
-                clock.start()
-                found = next(pairs, None)
-                waited(clock.has_batch())
-                if found is None:
-                    if source.uneven:
-                        group.end_pass(streams[number])
-                    job.reseed_outside(number + 1)
-                    return streams[number] != skip or not skip
-                batch, self._weight = found
-                loop.weight = loop.batch_weight = self._weight
-                loop.fetched += 1
-                record.batches += 1
-                streams[number] += 1
-                job.reseed()
-                step = position.step
-                yield batch
-                if position.step > step + 1 and loop.running[0] is self and not self._reused:
-                    self._reused = True  # warn once
-                    group.log.warning(
-                        "batches: a batch took several steps, and a resume between them starts with the next batch. "
-                        "Put them into one block of job.step"
-                    )
-                if self._weight != 1.0 and not loop.weight_asked:
-                    loop.weight_asked = True  # log once
-                    group.log.info(
-                        f"batches  {group.world_size} ranks do not divide a batch equally: multiply the loss by "
-                        "job.weight, or the gradients are not exactly those of the whole batch"
-                    )
-        finally:
-            streams[number] = OVER
-            loop.running.remove(self)

@@ -1,6 +1,7 @@
 """`Job`, the interface for your loop: tracked state, steps, batches, copies, stops. `rankup.init` returns one."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -11,7 +12,8 @@ from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop import trained
 from rankup.loop.agreement import Agreement
-from rankup.loop.batches import Batches, at_stop_iteration, evaluation_batches, source_of
+from rankup.loop.batches import evaluation_batches, source_of
+from rankup.loop.passes import Batches, at_stop_iteration
 from rankup.loop.reporting import LoopState, Reporting, Settings, number_of
 from rankup.loop.saving import Saving
 from rankup.loop.step import Step
@@ -42,7 +44,8 @@ class Job:
         self.saving = Saving(group, run, self.tracked, self.reporting, self.agreement, settings, position)
         self.progress, self.clock = self.reporting.progress, self.reporting.clock
         self.commit_lock = self.saving.commit_lock
-        self.loop = LoopState(position, self.saving.loader_states)
+        self.loop = LoopState(position, self.saving.loader_states, run.newest.record if run.newest is not None else {})
+        position.rank, self.thread = group.rank, threading.get_ident()
         self.loop_is_over = False
         self._exit_handler: Any = None  # the `ExitHandler` of a script, see `rankup.job`
         self._batches: dict[int, Batches] = {}  # by id of the loader, for loaders used in this epoch or the last one
@@ -262,6 +265,7 @@ class Job:
             position.changes = 0
         loop.changes_to_repeat = 0  # this attempt has repeated all blocks of job.change before this commit
         position.epoch, position.streams, position.loaders = loop.epoch, [*loop.streams], [*loop.loaders]
+        position.traces = [*loop.traces]
         self.saving.loader_states = loop.loader_states()
         self.tracked.commit()
 

@@ -30,17 +30,19 @@ OVER = -1  # the number of batches of a pass that has ended; its loader's state 
 class LoopState:
     """The position of the loop, newer than the last commit, and what the loop still has to repeat after a resume.
 
-    `streams`, `loaders`: as in `Position`. `begun`: the `Batches` of these loaders. `sources`: the sources of the
+    `streams`, `traces`, `loaders`: as in `Position`. `rank_before`, `ranks_before`: the rank that wrote the copy, and
+    the number of ranks then. `begun`: the `Batches` of these loaders. `sources`: the sources of the
     passes that this attempt has begun, by number. `left`: for the copy's other passes, the loaders' states in the copy.
     `running`: the loops over batches or steps that have not ended. `fetched`: batches since the last commit. `weight`:
     `job.weight`. `batch_weight`: the weight of the newest batch of `job.batches`, for `weight` after an evaluation.
     `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds. `logged`: calls of `job.log`.
     """
 
-    def __init__(self, position: Position, states: list[Any]) -> None:
-        """`states`: the loaders' states, by pass; None for a loader without one."""
+    def __init__(self, position: Position, states: list[Any], record: dict[str, Any]) -> None:
+        """`states`: the loaders' states by pass, None for a loader without one. `record`: the copy's, {} for none."""
         self.epoch, self.has_epochs = position.epoch, False
-        self.streams, self.loaders = [*position.streams], [*position.loaders]
+        self.streams, self.loaders, self.traces = [*position.streams], [*position.loaders], [*position.traces]
+        self.rank_before, self.ranks_before = position.rank, record.get("world_size", 0)
         self.begun, self.sources, self.stateful = list[Any](), dict[int, Any](), bool(states)
         self.left = {n: states[n] if n < len(states) else None for n in range(len(self.streams))}
         self.running: list[Any] = []
@@ -49,7 +51,7 @@ class LoopState:
 
     def begin_epoch(self) -> None:
         self.epoch += 1
-        self.streams, self.loaders, self.begun, self.sources, self.left = [], [], [], {}, {}
+        self.streams, self.loaders, self.traces, self.begun, self.sources, self.left = [], [], [], [], {}, {}
 
     def begin_pass(self, batches: Any, source: Any) -> tuple[int, Any]:
         """Begin the loader's next pass of the copy, or else a new pass. Return its number and the loader's state."""
@@ -59,6 +61,7 @@ class LoopState:
         number = next((n for n in self.left if self.loaders[n] == loader), len(self.streams))
         if number == len(self.streams):
             self.streams.append(0)
+            self.traces.append(0)
             self.loaders.append(loader)
         self.sources[number], self.stateful = source, self.stateful or source.stateful
         return number, self.left.pop(number, None)

@@ -22,7 +22,11 @@ class Position:
     metrics: dict[str, float] | None = None  # the result of that evaluation
     line: dict[str, Any] | None = None  # the last training line in `metrics.jsonl`
     epoch: int = 0
-    streams: list[int] = field(default_factory=list)  # batches of each pass over a loader in this epoch; -1: it ended
+    # Batches of each pass over a loader in this epoch; -1: it ended. Of all ranks, if the loader splits them by itself
+    streams: list[int] = field(default_factory=list)
+    # A digest of the batches of each pass, None if unknown, of the rank that wrote the copy: `rank`
+    traces: list[int | None] = field(default_factory=list)
+    rank: int = 0
     loaders: list[int] = field(default_factory=list)  # the loader of each pass, numbered in the order of first use
     changes: int = 0  # blocks of `job.change` in this epoch
 

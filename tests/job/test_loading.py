@@ -88,3 +88,212 @@ def test_steps_resume_with_the_random_numbers_that_an_evaluation_does_not_change
     (tmp_path / "run").rename(tmp_path / "whole")
     ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
     assert said(ran(forks, tmp_path, text), "seen") == whole
+
+
+# Loaders that a resume reads again. `KIND` is a loader; a rank writes the samples of its finished steps to a file
+READ = """
+import os, random, signal, time, torch, rankup
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+from tests.rigs.faulting_workload import stop_is_known
+
+class Numbers(Dataset):
+    def __init__(self):
+        self.own = random.Random()
+    def __len__(self):
+        return 96
+    def __getitem__(self, index):
+        return {'id': index, 'x': self.own.random() if 'OWN' in os.environ else 0.0}
+
+class Stream(IterableDataset):
+    def __init__(self, own, text=False):
+        self.own, self.epoch, self.text = own, 0, text
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+    def __iter__(self):
+        order = [*range(96)][job.rank :: job.world_size] if 'ALL' not in os.environ else [*range(96)]
+        (self.own or random.Random(self.epoch)).shuffle(order)
+        yield from ((str(n), n) for n in order) if self.text else order
+
+class Shares(BatchSampler):  # splits among ranks in its own way
+    def __init__(self):
+        self.rank, self.num_replicas = job.rank, job.world_size
+    def __iter__(self):
+        return iter([[n, n + 1] for n in range(self.rank * 2, 96, 2 * self.num_replicas)])
+
+class Shuffled:
+    def __iter__(self):
+        return iter(random.Random(os.urandom(8)).sample(range(96), 96))
+
+job = rankup.init('run', log_every_steps=1000)
+job.track(count={'n': 0})
+numbers = Numbers()
+stop = job.step_number + int(os.environ.get('STOP', '-99'))
+with open(f'seen-{job.rank}-{os.getpid()}', 'w') as seen:
+    for epoch in job.epochs(1):
+        for batch in job.batches(KIND, any_order='ANY' in os.environ):
+            ids = batch['id'] if isinstance(batch, dict) else batch[1] if isinstance(batch, list) else batch
+            with job.step():
+                pass
+            print(*torch.as_tensor(ids).flatten().tolist(), file=seen, flush=True)
+            job.gather(0)  # otherwise a rank may be many steps ahead when the ranks agree on the step to stop at
+            if job.step_number == stop and job.is_main:
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not stop_is_known(job.group.stop):
+                    time.sleep(0.001)
+job.finish()
+"""
+OWN_ORDER = {
+    "stream": "DataLoader(Stream(random.Random()), batch_size=4)",
+    "stream with workers": "DataLoader(Stream(random.Random()), batch_size=4, num_workers=1)",
+    "stream of texts": "DataLoader(Stream(random.Random(), text=True), batch_size=4)",
+    "iterable": "Shuffled()",
+    "list": "random.Random(os.urandom(8)).sample(range(96), 96)",
+}
+
+
+def samples(folder: Path) -> list[int]:
+    """Return the samples of all finished steps, of all ranks."""
+    return sorted(int(number) for path in folder.glob("seen-*") for number in path.read_text().split())
+
+
+@pytest.mark.parametrize("kind", OWN_ORDER)
+def test_loader_with_another_order_after_a_resume_is_refused(forks: Forks, tmp_path: Path, kind: str) -> None:
+    """It goes on if the order does not matter."""
+    text = READ.replace("KIND", OWN_ORDER[kind])
+    ran(forks, tmp_path, text, STOP="5", code=143)
+    output = ran(forks, tmp_path, text, code=2)
+    assert "must give the same batches again after a resume, got other ones" in output
+    ran(forks, tmp_path, text, ANY="1")
+
+
+def test_loader_with_fewer_batches_after_a_resume_is_refused(forks: Forks, tmp_path: Path) -> None:
+    ran(forks, tmp_path, READ.replace("KIND", "[1, 2, 3, 4, 5, 6, 7]"), STOP="6", code=143)
+    output = ran(forks, tmp_path, READ.replace("KIND", "[1, 2, 3, 4, 5]"), code=2)
+    assert "list must give the same batches again after a resume, got other ones" in output
+
+
+def test_samples_with_a_generator_of_their_own_are_reported_after_a_resume(forks: Forks, tmp_path: Path) -> None:
+    text = READ.replace("KIND", "DataLoader(numbers, batch_size=4)")
+    ran(forks, tmp_path, text, STOP="18", code=143, OWN="1")
+    output = ran(forks, tmp_path, text, OWN="1")
+    assert "Numbers gives another batch when it loads one again, so a resume changes the weights" in output
+
+
+SPLIT = "DataLoader(numbers, batch_size=2, sampler=DistributedSampler(numbers, job.world_size, job.rank, seed=3))"
+
+
+@pytest.mark.parametrize("kind", [
+    SPLIT, "DataLoader(Stream(None), batch_size=2)", "DataLoader(Stream(None, text=True), batch_size=2)",
+    "DataLoader(numbers, batch_size=4, shuffle=True)", "DataLoader(numbers, batch_size=4, shuffle=True, num_workers=1)",
+])
+def test_ranks_see_each_sample_once_over_a_stop(forks: Forks, tmp_path: Path, kind: str) -> None:
+    text = READ.replace("KIND", kind)
+    ran(forks, tmp_path, text, ranks=2, STOP="5", code=143)
+    output = ran(forks, tmp_path, text, ranks=2)
+    assert samples(tmp_path) == [*range(96)]
+    assert "again, got other" not in output
+    assert "gives another batch" not in output
+
+
+@pytest.mark.parametrize("ranks", [(2, 4, 2), (4, 2, 3), (1, 3, 1), (3, 2, 2)])
+def test_distributed_sampler_gives_each_sample_once_while_ranks_come_and_go(
+    forks: Forks, tmp_path: Path, ranks: tuple[int, int, int]
+) -> None:
+    first, second, third = ranks
+    text = READ.replace("KIND", SPLIT)
+    ran(forks, tmp_path, text, ranks=first, STOP="3", code=143)
+    ran(forks, tmp_path, text, ranks=second, STOP="2", code=143)
+    ran(forks, tmp_path, text, ranks=third)
+    seen = samples(tmp_path)
+    assert {*seen} == {*range(96)}
+    assert len(seen) - 96 < third  # torch's sampler fills up the last turn
+
+
+@pytest.mark.parametrize(("kind", "why"), [
+    ("DataLoader(numbers, batch_sampler=Shares())", "must be split by torch's DistributedSampler to go on with 3"),
+    ("DataLoader(Stream(None), batch_size=2)", "must give every rank the same batches to go on with 3 ranks"),
+    ("DataLoader(numbers, batch_size=None, sampler=DistributedSampler(numbers, job.world_size, job.rank))",
+     "must give every rank the same batches to go on with 3 ranks"),
+])
+def test_loader_that_splits_by_itself_is_refused_with_other_ranks(
+    forks: Forks, tmp_path: Path, kind: str, why: str
+) -> None:
+    text = READ.replace("KIND", kind)
+    ran(forks, tmp_path, text, ranks=2, STOP="4", code=143)
+    assert why in ran(forks, tmp_path, text, ranks=3, code=2)
+
+
+def test_loader_that_gives_all_ranks_the_same_goes_on_with_other_ranks(forks: Forks, tmp_path: Path) -> None:
+    text = READ.replace("KIND", "DataLoader(Stream(None), batch_size=2)")
+    ran(forks, tmp_path, text, ranks=2, STOP="4", ALL="1", code=143)
+    ran(forks, tmp_path, text, ranks=3, ALL="1")
+
+
+# Code that fetches ahead, and code that only looks like it ------------------------------------------------------------
+
+AHEAD = """
+import queue, threading, rankup
+
+def ahead(batches, most=1):
+    waiting = []
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > most:
+            yield waiting.pop(0)
+    yield from waiting
+
+def threaded(batches):
+    fetched = queue.Queue(2)
+    def fetch():
+        try:
+            for batch in batches:
+                fetched.put(batch)
+        except BaseException as error:
+            fetched.put(error)
+    threading.Thread(target=fetch, daemon=True).start()
+    for _ in range(9):
+        if isinstance(found := fetched.get(), BaseException):
+            raise found
+        yield found
+
+job = rankup.init('run')
+batches = job.batches([1] * 9)
+for n, _ in enumerate(KIND):
+    if EACH and n % 2 == 0:
+        continue
+    with job.step():
+        pass
+job.finish()
+"""
+
+
+@pytest.mark.parametrize(("kind", "each", "says"), [
+    ("ahead(batches)", 0, True), ("ahead(batches, 3)", 0, True), ("ahead(batches)", 1, True),
+    ("batches", 0, False), ("batches", 1, False), ("zip(batches, job.batches([2] * 9))", 0, False),
+])
+def test_batches_that_are_fetched_ahead_are_reported(
+    forks: Forks, tmp_path: Path, kind: str, each: int, says: bool
+) -> None:
+    output = ran(forks, tmp_path, AHEAD.replace("KIND", kind).replace("EACH", str(each)))
+    assert output.count("fetches batches ahead loses them at each stop") == says, output
+
+
+def test_batches_that_a_thread_fetches_are_refused(forks: Forks, tmp_path: Path) -> None:
+    output = ran(forks, tmp_path, AHEAD.replace("KIND", "threaded(batches)").replace("EACH", "0"), code=2)
+    assert "batches: they must be read in the thread that called rankup.init" in output
+
+
+def test_slow_loader_is_read_again_without_a_limit(forks: Forks, tmp_path: Path) -> None:
+    """On rank 0 reading again takes longer than a step may take; the other rank waits that long."""
+    text = (
+        "import os, signal, time, rankup\nfrom tests.rigs.faulting_workload import stop_is_known\n"
+        "job, again = rankup.init('run', step_timeout_s=6), 'STOP' not in os.environ\njob.track(count={'n': 0})\n"
+        "class Slow:\n    def __iter__(self):\n        for n in range(40):\n"
+        "            time.sleep(0.5 if again and n < 18 and job.is_main else 0)\n            yield n\n"
+        "for epoch in job.epochs(1):\n    for x in job.batches(Slow()):\n        with job.step():\n            pass\n"
+        "        job.gather(x)\n        if x == 17 and not again and job.is_main:\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n            while not stop_is_known(job.group.stop):\n"
+        "                time.sleep(0.001)\njob.finish()\n"
+    )
+    ran(forks, tmp_path, text, ranks=2, STOP="1", code=143)
+    assert "batches  loading again the " in ran(forks, tmp_path, text, ranks=2)

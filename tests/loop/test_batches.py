@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from rankup.errors import UserError
 from rankup.loop.batches import evaluation_batches, part_of, source_of
+from rankup.loop.trace import Trace, digest_of, last_traced
 from rankup.seeds import AHEAD
 
 
@@ -107,7 +108,7 @@ def read(
     loader: Any, *, rank: int = 0, world_size: int = 1, skip: int = 0, state: Any = None, seed: int = 5
 ) -> list[Any]:
     source = source_of(loader, rank, world_size, any_order=False)
-    pairs = source.open(seed, epoch=0, skip=skip, state=state)
+    pairs = source.open(seed, epoch=0, skip=skip * source.stride, state=state)
     return [batch if weight else [] for batch, weight in zip(*map(flat, zip(*pairs, strict=True)), strict=True)]
 
 
@@ -277,3 +278,36 @@ def test_evaluation_neither_changes_nor_depends_on_the_random_state() -> None:
         return found
 
     assert evaluated(0) == evaluated(5)
+
+
+def test_digest_of_a_batch_knows_values_in_any_structure() -> None:
+    """Also if it reads only some elements; and it reads no other device."""
+    numpy = pytest.importorskip("numpy")
+    image = pytest.importorskip("PIL.Image")
+    large = torch.arange(300 * 3 * 40 * 40.0).reshape(300, 3, 40, 40)
+
+    class Sample:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    makers: list[Any] = [
+        lambda n: n, lambda n: [str(n), None], lambda n: {"a": {"b": (True, float(n))}}, lambda n: torch.tensor(n),
+        lambda n: large + n, lambda n: large.movedim(1, 3) + n, lambda n: large.bfloat16() * (n + 1),
+        lambda n: torch.tensor([1.0 + 1j * n]).conj(), lambda n: numpy.full((70, 2), n), lambda n: numpy.float32(n),
+        lambda n: numpy.array([str(n), n], dtype=object), lambda n: [Sample(n)], lambda n: [b"x"] * 100 + [b"y"] * n,
+        lambda n: image.new("RGB", (8, 8), (n, 0, 0)),
+        lambda n: [torch.zeros(n), lambda: n],
+    ]
+    for make in makers:
+        assert digest_of(make(1)) == digest_of(make(1)), make(1)
+        assert digest_of(make(1)) != digest_of(make(2)), make(1)
+        assert digest_of(make(1), 5) != digest_of(make(1), 6)
+    for unread in (torch.zeros(2, device="meta"), torch.eye(2).to_sparse(), torch.zeros(0), {1, 2}, object()):
+        assert digest_of(unread) == digest_of(unread)
+
+
+def test_last_traced_batch_is_one_that_counts() -> None:
+    for number in range(1, 100):
+        trace = Trace(rolls=False)
+        values = [trace.add(each, each) for each in range(number)]
+        assert values[-1] == digest_of(last_traced(number))

@@ -1,0 +1,189 @@
+"""Passes over a user's loaders. A pass yields this rank's batches. After a resume it goes on behind the batches of
+finished steps, and checks that the loader still gives the batches that it gave before."""
+
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from rankup.errors import UserError
+from rankup.loop.batches import NO_ORDER, Source, Split
+from rankup.loop.reporting import OVER
+from rankup.loop.trace import Trace
+from rankup.seeds import derive_seed
+
+
+def at_stop_iteration() -> bool:
+    """Return whether the user's `except StopIteration` block is running. A resumed loop runs that block once for all
+    finished passes, so rankup can't tell after which of these passes the block runs."""
+    return isinstance(sys.exc_info()[1], StopIteration)
+
+
+class Batches:
+    """What `job.batches` returns. Iterate over it once per epoch. `len()` is the number of batches in a whole epoch."""
+
+    def __init__(self, job: Any, source: Source) -> None:
+        """`job`: a `rankup.loop.job.Job`, whose module imports this one."""
+        self._job, self._source, self._weight, self._said = job, source, 1.0, set[str]()
+
+    def __len__(self) -> int:
+        return len(self._source.loader)
+
+    @property
+    def weight(self) -> float:
+        """`job.weight` for the newest batch of this loader, if a loop reads several loaders together."""
+        self._job.loop.weight_asked = True
+        return self._weight
+
+    def __iter__(self) -> Iterator[Any]:
+        # After a resume a finished pass has no batches left: `for` ends at once, `except StopIteration` skips the pass
+        while not (yield from self._pass()) and at_stop_iteration():
+            pass
+
+    def _warn(self, text: str) -> None:
+        """Log this warning once."""
+        if text not in self._said:
+            self._said.add(text)
+            self._job.group.log.warning(f"batches: {text}")
+
+    def _open(self, number: int, state: Any, trace: Trace) -> Iterator[tuple[Any, float]]:
+        """Return an iterator over the pass's batches behind those of finished steps, with their weights. Raises
+        UserError if a batch that is loaded again is another one now."""
+        job, source, loop, group = self._job, self._source, self._job.loop, self._job.group
+        seed, done, step = derive_seed(job.settings.seed, loop.epoch, number), loop.streams[number], job.position.step
+        if not done:
+            return source.open(seed, epoch=loop.epoch, skip=0, state=state)
+        known, resized = loop.traces[number], loop.ranks_before != job.world_size
+        own = not resized and loop.rank_before == job.rank  # whether `known` is about this rank's batches
+        if resized and source.stride > 1 and isinstance(source, Split) and source.whole is None:
+            raise UserError(
+                f"batches: {source.name()} must be split by torch's DistributedSampler to go on with {job.world_size} "
+                f"ranks inside an epoch, got another sampler that splits. Start {loop.ranks_before} ranks, or give "
+                "job.batches a sampler that does not split."
+            )
+
+        def look(number: int, batch: Any) -> None:
+            group.record.begin_anew(step)  # the deadline is one for each batch
+            trace.add(number, batch)
+
+        # Loading may take long, and longer on some ranks than on others
+        group.watch.enter("replay", job.settings.step_timeout_s, step=step)
+        if isinstance(source, Split):
+            trace.value = None
+            compares = own and known is not None
+            pairs = source.open(seed, epoch=loop.epoch, skip=done, state=state, look=look if compares else None)
+            if compares and trace.value != known:
+                self._warn(
+                    f"{source.name()} gives another batch when it loads one again, so a resume changes the weights. "
+                    "Let it draw from random, numpy.random or torch, without a generator of its own"
+                )
+        else:
+            replays = source.replays and not (source.stateful and state is not None)
+            if replays:
+                group.log.info(f"batches  loading again the {done} batches of this epoch's finished steps")
+            pairs = source.open(seed, epoch=loop.epoch, skip=done, state=state, look=look)
+            if replays and known is not None and (own or resized) and trace.value != known:
+                raise UserError(self._other_batches(resized=resized))
+            if not replays:
+                trace.value = known if own and source.stateful else None
+            group.watch.enter("replay", 0.0)
+            group.barrier()  # a rank that is faster must not wait for the others in its step
+        job.enter_step()
+        return pairs
+
+    def _other_batches(self, *, resized: bool) -> str:
+        name, before = self._source.name(), self._job.loop.ranks_before
+        if resized:
+            return (
+                f"batches: {name} must give every rank the same batches to go on with {self._job.world_size} ranks "
+                f"inside an epoch, got other ones than with {before}. Start {before} ranks, or use a DataLoader of a "
+                f"map-style data set. {NO_ORDER}"
+            )
+        return (
+            f"batches: {name} must give the same batches again after a resume, got other ones. Derive its order from "
+            f"the epoch (set_epoch), or give the loader state_dict and load_state_dict. {NO_ORDER}"
+        )
+
+    def _pass(self) -> Generator[Any, None, bool]:
+        """Yield the batches of the next pass. Returns False if the copy already had all of them."""
+        # Look up here what each step needs: during a step, the CPU's caches are cold
+        job, source, loop, group, clock = self._job, self._source, self._job.loop, self._job.group, self._job.clock
+        waited = group.watch.clock.wait_for_data
+        if threading.get_ident() != job.thread:
+            raise UserError(
+                "batches: they must be read in the thread that called rankup.init, got another one. A thread that "
+                "fetches ahead loses its batches at each stop: let the DataLoader do it (num_workers)."
+            )
+        job.begin()
+        known = len(loop.streams)
+        again = at_stop_iteration()
+        if again and loop.begun and self not in loop.begun and not loop.has_epochs:
+            raise UserError(
+                "batches: `except StopIteration` must restart a loader that was used before, got a new one, which "
+                "has no place in a resumed run. Build the loader once, above the loop."
+            )
+        number, state = loop.begin_pass(self, source)
+        if number and not (again or loop.running or loop.fetched or loop.has_epochs):  # code ran after the last pass
+            job.tracked.check_unchanged(after_epoch=True)
+            with job.commit_lock:
+                if number < known:  # that code has run a second time, and the copy already holds its changes
+                    job.tracked.undo_schedules()
+                else:
+                    job.commit()
+        skip, trace = loop.streams[number], Trace(rolls=not isinstance(source, Split))
+        pairs = self._open(number, state, trace) if skip != OVER else iter(())
+        if order := source.fingerprint:
+            group.must_match("batches: the order of the samples", order, remedy=(
+                "A sampler must draw the same order on all ranks, or split the data as DistributedSampler does."
+            ))
+        position, streams, record, stride = job.position, loop.streams, group.record, source.stride
+        fetched, taken = 0, list[int]()  # batches since the last step, and how many the first three steps took
+        loop.running.append(self)
+        try:
+            while True:
+                if loop.fetched:  # this check also refuses a loop without any job.step
+                    job.tracked.check_unchanged(after_epoch=loop.epoch != position.epoch)
+                elif group.stops_before(position.step):
+                    raise job.save_and_stop()
+                clock.start()
+                found = next(pairs, None)
+                waited(clock.has_batch())
+                if found is None:
+                    if source.uneven:
+                        group.end_pass(streams[number] // stride)
+                    job.reseed_outside(number + 1)
+                    return streams[number] != skip or not skip
+                batch, self._weight = found
+                loop.weight = loop.batch_weight = self._weight
+                loop.fetched += 1
+                record.batches += 1
+                loop.traces[number] = trace.add(streams[number] // stride, batch)
+                streams[number] += stride
+                job.reseed()
+                step = position.step
+                yield batch
+                fetched += 1
+                if position.step > step:
+                    if position.step > step + 1 and loop.running[0] is self:
+                        self._warn(
+                            "a batch took several steps, and a resume between them starts with the next batch. Put "
+                            "them into one block of job.step"
+                        )
+                    if len(taken) < 3:
+                        taken.append(fetched)
+                        if len(taken) == 3 and taken[0] > taken[1] == taken[2]:
+                            self._warn(
+                                f"the first step took {taken[0]} batches, and the next ones {taken[1]}. Code that "
+                                "fetches batches ahead loses them at each stop: a resume begins behind the newest one "
+                                "that was fetched. Let the DataLoader do it (num_workers)"
+                            )
+                    fetched = 0
+                if self._weight != 1.0 and not loop.weight_asked:
+                    loop.weight_asked = True  # log once
+                    group.log.info(
+                        f"batches  {group.world_size} ranks do not divide a batch equally: multiply the loss by "
+                        "job.weight, or the gradients are not exactly those of the whole batch"
+                    )
+        finally:
+            streams[number] = OVER
+            loop.running.remove(self)
