@@ -45,3 +45,13 @@ def test_ranks_at_different_places_of_the_program_are_a_fault_of_it(
     output = output_of(forks, tmp_path, where, "ddp", code=1)
     at = r"\(late_script.py:\d+ <module>\) of step 4"
     assert re.search(rf"at different places of the program: ranks 0[, ]+2: backward {at}; rank 1: \w+ {at}", output)
+
+
+def test_uneven_passes_of_ranks_that_exchange_nothing_are_refused_too(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import rankup\njob, count = rankup.init('run', compare_every_steps=0), {'n': 0}\njob.track(count=count)\n"
+        "for batch in job.batches([1] * (5 - 2 * job.rank)):\n    with job.step():\n        count['n'] += 1\n"
+        "job.finish()\n"
+    )
+    output = forks.ends("launch", "--nproc=2", tmp_path / "script.py", cwds=[tmp_path], code=2)
+    assert "a pass must have the same number of batches on every rank, got 5 on rank 0, 3 on rank 1." in output
