@@ -56,7 +56,7 @@ doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Check whether th
 race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
 	$(RUN)python tests/bench/race.py $(ARGS)
 
-k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete: ## Make a cluster and run a job in it (FILE=job): k8s/README.md
+k8s-kind k8s-minikube k8s-logs k8s-delete: ## Make a cluster and run a job in it (FILE=job): k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)
 
 lock: $(READY) ; @docker/host/lock.sh $(RUN)uv && python3 docker/host/sbom.py > docker/sbom.json ## Update the lock files to the newest versions that pyproject.toml allows
@@ -74,4 +74,4 @@ $(VENV)/.ready-for-tests: $(VENV)/.ready docker/requirements-test.lock tests/rig
 	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 
-.PHONY: check sbom audit venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak race lock clean
+.PHONY: check sbom audit venv-tests doctor k8s-kind k8s-minikube k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak race lock clean

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs a job on a kind or minikube cluster of this machine: makes the cluster, installs the operator, follows the log.
-# Run: make k8s-kind      (or k8s-minikube, -render, -logs, -delete; FILE=job uses k8s/job.yaml)
+# Run: make k8s-kind      (or k8s-minikube, -logs, -delete; FILE=job runs k8s/job.yaml, default pytorchjob)
 # Edit: nothing. Set IMAGE and CLUSTER in the environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-what=${FILE:-} cluster=${CLUSTER:-rankup}
+kind=${FILE:-pytorchjob} cluster=${CLUSTER:-rankup}
 # The default is the image that the manifests name and `make image` builds
 image=${IMAGE:-rankup:$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 # The tests use this release; others may set other variables in the pods
@@ -16,26 +16,13 @@ fail() { printf 'kube: %s\n' "$@" >&2; exit 2; }
 k() { kubectl "${context[@]}" "$@"; }
 need() { command -v "$1" > /dev/null || fail "$1 is not installed: $2"; }
 
-# By default use k8s/kustomization.yaml, as the user has edited it. FILE=job uses k8s/job.yaml as it is
-if [[ -z $what ]]; then
-  source=(-k k8s)
-  kind=$(sed -n 's/^resources: \[\([a-z]*\).yaml.*/\1/p' k8s/kustomization.yaml)
-  name=$(sed -n 's/.*app.kubernetes.io\/instance: \([a-z0-9-]*\).*/\1/p' k8s/kustomization.yaml)
-elif [[ -f k8s/$what.yaml ]]; then
-  source=(-f "k8s/$what.yaml") kind=$what name=rankup
-else
-  fail "FILE must be pytorchjob, job, jobset or trainjob, got $what. Components: edit k8s/kustomization.yaml"
-fi
+[[ $kind =~ ^(pytorchjob|job|jobset|trainjob)$ ]] || fail "FILE must be pytorchjob, job, jobset or trainjob, got $kind"
+name=$(sed -n 's/.*app.kubernetes.io\/instance: \([a-z0-9-]*\).*/\1/p' "k8s/$kind.yaml" | head -1)
 case $kind in
   job | jobset | trainjob) first=batch.kubernetes.io/job-completion-index=0 ;;
-  *) first=training.kubeflow.org/job-role=master ;; # an elastic job has no Master, and this matches its first Worker
+  *) first=training.kubeflow.org/job-role=master ;;
 esac
 first+=,app.kubernetes.io/instance=$name
-
-render() {
-  k8s/setup.sh
-  if [[ ${source[0]} == -k ]]; then kubectl kustomize "${source[1]}"; else cat "${source[1]}"; fi
-}
 
 load() { # COMMAND...: run the command, which loads the image into the cluster's nodes
   docker image inspect "$image" > /dev/null 2>&1 || fail "there is no image $image: make image builds it"
@@ -84,12 +71,11 @@ follow() { # print the logs of the pods of rank 0, one after the other, until th
 start() {
   install_operator
   k apply -f k8s/volume.yaml
-  k apply "${source[@]}"
+  k apply -f "k8s/$kind.yaml"
   follow
 }
 
 case ${1:-} in
-  render) render ;;
   kind)
     need kind "see kind.sigs.k8s.io"
     k8s/setup.sh
@@ -108,8 +94,8 @@ case ${1:-} in
     ;;
   logs) follow ;;
   delete) # the job and its other objects, but not the volume, which has the checkpoints
-    k delete "${source[@]}" --ignore-not-found
+    k delete -f "k8s/$kind.yaml" --ignore-not-found
     say "the volume stays: kubectl delete -f k8s/volume.yaml removes all checkpoints"
     ;;
-  *) fail "usage: [FILE=NAME] k8s/kube.sh kind|minikube|render|logs|delete" ;;
+  *) fail "usage: [FILE=NAME] k8s/kube.sh kind|minikube|logs|delete" ;;
 esac

@@ -84,7 +84,7 @@ class AddParser(Parser):
         """Parse as `Parser.parse` does. `script` of the result: the script and its words. `line`: the command."""
         at = 0
         takes_value = {flag for action in self._actions if action.nargs != 0 for flag in action.option_strings}
-        while at < len(words) and (words[at] in files.KINDS or (words[at].startswith("-") and words[at] != "-m")):
+        while at < len(words) and (words[at] in files.KINDS or re.match(r"-(?!m?$|-$)", words[at])):
             at += 2 if words[at] in takes_value else 1
         given, script = super().parse(words[:at]), list(words[at:])
         own = [word for word in script[1:] if word.partition("=")[0] in self.flags]
@@ -278,6 +278,9 @@ def launch(given: argparse.Namespace) -> int:
     option("--image", "IMAGE", "the image in your registry"),
     option("--data", "DIR", "a folder that the job reads, as often as needed", action="append", default=[]),
     option("--kind", "KIND", "kind of the manifest (%(default)s)", default="job", choices=files.JOB_KINDS),
+    option("--queue", "QUEUE", "Kueue's LocalQueue, which starts all pods or none"),
+    option("--secret", "SECRET", "a Secret that the pods prove to each other"),
+    option("--data-claim", "CLAIM", "volume claim that holds the folders of --data (one that add writes)"),
     option("--base", "IMAGE", "base image; a dot for your Dockerfile (python:3.N-slim-bookworm)"),
     option("--requirements", "FILE", "list of packages (the first of uv.lock, pylock.toml, requirements.txt, "
            "pyproject.toml)"),

@@ -9,7 +9,6 @@ not the run. Each line carries its host and rank.
 | records of `rankup`, and of the user | rank 0: INFO and above           | DEBUG and above; the user's from INFO  |
 | records of libraries                 | every rank: WARNING and above    | INFO and above                         |
 | what a script prints itself          | every rank: unchanged            | each line                              |
-| what compiled code prints to stderr  | every rank: unchanged            | only if the script imports no rankup   |
 """
 
 import contextlib

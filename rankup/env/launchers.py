@@ -14,7 +14,7 @@ from rankup.errors import UserError
 
 WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them."
 # An Indexed Job with more pods than its manifest says in WORLD_SIZE
-OF_A_JOB = "The manifest has the number of pods twice: set WORLD_SIZE to `completions`, as in k8s/job.yaml."
+OF_A_JOB = "The manifest has the number of pods twice: `completions`, and --nnodes or WORLD_SIZE (k8s/job.yaml)."
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = "torchrun -m train.main train ..."
 # From this step number on, Slurm counts special steps, such as the batch shell and salloc's shell. They are not ranks

@@ -119,10 +119,11 @@ def plan_files(given: Namespace, folder: Path) -> Plan:
         plan.next.append(f"sbatch {path}")
     if "k8s" in kinds:
         path, image = given.file or f"k8s/{stem}.yaml", variables["image"]
-        made = render(f"k8s/{given.kind}.yaml", k8s_variables(given, variables | {"path": path}))
-        plan.files.append(File(path, made))
+        more = k8s_variables(given, variables | {"path": path}, folder)
+        plan.files += [File(more["volume"], render("k8s/volume.yaml", more)),
+                       File(path, render(f"k8s/{given.kind}.yaml", more))]
         build = f"docker build -f {variables['dockerfile']} -t {image} ."
-        plan.next.append(f"{build} && docker push {image} && kubectl apply -f {path}")
+        plan.next.append(f"{build} && docker push {image} && {more['run']}")
     return plan
 
 

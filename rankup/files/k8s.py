@@ -1,15 +1,88 @@
-"""What the manifests in `templates/k8s/` need to know. Each kind of job is one template with all its objects.
+"""What the manifests in `templates/k8s/` need to know. Each kind of job is a template; `parts/` has what they share.
 
-`rankup.files.add.plan_files` gives every template these variables: `name` (a DNS label), `image`, `command` (the line
-of the header), `words` (the script and its words), `options` (of `rankup launch`), `least` and `most` (pods), `gpus`
-(of each pod), `data` (objects with `source`, `target`, `inside`). In an image the repository is at /work, and its
-runs/ is a link to /runs: mount the runs there. `python -m rankup launch OPTIONS WORDS` starts the agent.
+In an image the repository is at /work, and its runs/ is a link to /runs, where each pod mounts the volume of the runs.
+`python -m rankup launch ARGS` starts the agent of a pod. The volume has a file of its own, which all jobs of a
+repository share: deleting a job's file then deletes no checkpoint.
 """
 
+import json
+import re
+import textwrap
 from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rankup.errors import UserError
 
-def k8s_variables(given: Namespace, variables: dict[str, Any]) -> dict[str, Any]:
-    """Return `variables` with what only manifests need. `given`: the options of `rankup add`."""
-    return variables
+# Words that mean themselves in YAML without quotes
+PLAIN = re.compile(r"(?!(?i:true|false|null|yes|no|on|off|y|n)$)-{0,2}[A-Za-z/][\w/.=-]*")
+CONTAINERS = {"pytorchjob": "pytorch", "trainjob": "node"}  # names that the operators look for
+# The exit codes that fail a job. Kubernetes has no ranges
+CODES = "\n        ".join(textwrap.wrap(", ".join(map(str, range(1, 128))), 97))
+
+
+def k8s_variables(given: Namespace, variables: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return `variables` with what only manifests need. `given`: the options of `rankup add`. Raises UserError for
+    options that don't go together."""
+    kind, name, path = given.kind, variables["name"], variables["path"]
+    least, most, gpus = variables["least"], variables["most"], variables["gpus"]
+    elastic = least < most
+    if elastic and kind == "trainjob":
+        raise UserError(f"add: --nodes must be one number with --kind trainjob, got {least}:{most}. Use another kind.")
+    volume = str(PurePosixPath(path).with_name("volume.yaml"))
+    data_claim = given.data_claim or f"{name}-data"
+    env, mounts, volumes = [], [], []
+    if kind == "pytorchjob" and elastic:  # without a Master the operator sets no RANK
+        label = "metadata.labels['training.kubeflow.org/replica-index']"
+        env.append(f'name: RANK\n        valueFrom: {{fieldRef: {{fieldPath: "{label}"}}}}')
+    if given.secret:  # 288 is 0440 in octal: root's file that the pod's group can read
+        env.append("{name: RANKUP_SECRET_FILE, value: /run/secrets/rankup/secret}")
+        mounts.append("{name: secret, mountPath: /run/secrets/rankup, readOnly: true}")
+        volumes.append(f"{{name: secret, secret: {{secretName: {given.secret}, defaultMode: 288}}}}")
+    for each in variables["data"]:
+        subpath = json.dumps(PurePosixPath(each.target).name)
+        mounts.append(f"{{name: data, mountPath: {json.dumps(each.target)}, subPath: {subpath}, readOnly: true}}")
+    if variables["data"]:
+        volumes.append(f"{{name: data, persistentVolumeClaim: {{claimName: {data_claim}}}}} # EDIT: it holds the data")
+    return variables | {
+        "kind": kind, "elastic": elastic, "spread": bool(gpus), "queue": given.queue, "secret": given.secret,
+        "volume": volume, "claim": _claim_in(folder / volume) or f"{name}-runs", "data_claim": data_claim,
+        "makes_data_claim": bool(variables["data"]) and not given.data_claim,
+        "container": CONTAINERS.get(kind, "trainer"), "args": _flow(_arguments(kind, variables)), "codes": CODES,
+        "pods": "one pod" if most == 1 else f"{least} to {most} pods" if elastic else f"{most} pods",
+        "run": f"kubectl apply -f {volume} -f {path}", "env": env, "mounts": mounts, "volumes": volumes,
+    }
+
+
+def _claim_in(volume: Path) -> str:
+    """Return the claim in a volume.yaml that is there already, which all jobs of the repository share, or ""."""
+    found = re.search(r"(?m)^(?:metadata: \{|  )name: ([a-z0-9.-]+)", volume.read_text()) if volume.is_file() else None
+    return found[1] if found else ""
+
+
+def _arguments(kind: str, variables: dict[str, Any]) -> list[str]:
+    """Return the arguments of `rankup launch` in a pod. The operators set who the pod is; in an Indexed Job it has only
+    its index."""
+    name, most, gpus = variables["name"], variables["most"], variables["gpus"]
+    options = list(variables["options"])  # --nnodes of an elastic job
+    if kind in ("job", "jobset"):
+        master = f"{name}-0.{name}" if kind == "job" else f"{name}-node-0-0.{name}"
+        options = options or ["--nnodes", str(most)]
+        options += ["--master-addr", master] if most > 1 else []
+        options += ["--nproc", str(gpus)] if gpus else []
+    elif kind == "pytorchjob" and options:
+        options += ["--master-addr", f"{name}-worker-0", "--master-port", "29400"]
+    return [*options, "--join-timeout-s", "900", *variables["words"]]
+
+
+def _flow(words: Sequence[str]) -> str:
+    """Return words as a list of YAML, in lines of up to 90 columns. Kubernetes replaces $(NAME), and makes $ of $$."""
+    whole = [word.replace("$", "$$") for word in words]
+    parts = [word if PLAIN.fullmatch(word) else json.dumps(word, ensure_ascii=False) for word in whole]
+    lines = [""]
+    for part in parts:
+        fits = len(lines[-1]) + len(part) < 90 or not lines[-1]
+        lines[-1:] = [f"{lines[-1]}{part}, "] if fits else [lines[-1], f"{part}, "]
+    text = "\n  ".join(line.rstrip() for line in lines).removesuffix(",")
+    return f"[{text}]"

@@ -17,14 +17,18 @@ import pytest
 import yaml
 from jsonschema import Draft4Validator
 
+from rankup.cli import COMMANDS
+from rankup.files.add import plan_files
 from tests.rigs.jobs import ROOT
 
 Object = dict[str, Any]
 K8S = ROOT / "k8s"
 FILES = ["pytorchjob.yaml", "trainjob.yaml", "jobset.yaml", "job.yaml"]
-CLAIMS = ["volume.yaml", "components/fsdp/volume.yaml"]
-# A file, or a kind and components of k8s/kustomization.yaml. test_k8s_mixes.py tests every combination
-TRAINING = [*FILES, "pytorchjob", "pytorchjob+elastic", "job+gpu", "jobset+fsdp", "job+own", "jobset+script"]
+# A file, or a kind of job and options of `rankup add k8s`. test_k8s_mixes.py tests every combination
+TRAINING = [*FILES, "pytorchjob+elastic", "job+gpu", "jobset+fsdp"]
+OPTIONS = {"gpu": "--gpus=2", "elastic": "--nodes=2:4", "queue": "--queue=user-queue", "data": "--data=train/samples",
+           "secret": "--secret=rankup-secret", "fsdp": ""}
+WORDS = {"gpu": ("--device=cuda", "--batch-size=256"), "fsdp": ("--parallel=fsdp", "--checkpoint-format=sharded")}
 EVERY = [*TRAINING, "board.yaml"]
 VERSION = "1.32"  # of Kubernetes
 # The image that `make image` builds, with the program's version
@@ -42,20 +46,15 @@ def kubectl(*words: str) -> str:
     return done.stdout
 
 
-def kustomized(what: str, *edits: tuple[str, str]) -> list[Object]:
-    """Return the objects of k8s/kustomization.yaml after a user has set its kind and components, "job+gpu+own", and
-    replaced the first text of each edit by the second, here or in a component."""
-    kind, *components = what.split("+")
-    changes = [("resources: [pytorchjob.yaml]", f"resources: [{kind}.yaml]")]
-    changes += [(f"# - components/{name} ", f"- components/{name} ") for name in components]
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(K8S, folder, dirs_exist_ok=True)
-        for old, new in (*changes, *edits):
-            files = [path for path in Path(folder).rglob("kustomization.yaml") if old in path.read_text()]
-            assert files, old
-            for path in files:
-                path.write_text(path.read_text().replace(old, new))
-        return list(yaml.load_all(kubectl("kustomize", folder), yaml.CSafeLoader))
+def added(what: str) -> str:
+    """Return what `rankup add k8s` writes for train/main.py. `what`: a kind of job and options, "job+gpu+elastic"."""
+    kind, *options = what.split("+")
+    words = ["k8s", f"--kind={kind}", "--name=rankup", f"--image={IMAGE}", *(OPTIONS[each] for each in options),
+             f"--file=k8s/{kind}.yaml", "--", "train/main.py", "train", "--name", "rankup",
+             *(word for each in options for word in WORDS.get(each, ()))]
+    given = COMMANDS["add"].parse([word for word in words if word])
+    (made,) = [file.content for file in plan_files(given, ROOT).files if file.path == f"k8s/{kind}.yaml"]
+    return made
 
 
 def rendered(what: str) -> list[Object]:
@@ -65,17 +64,17 @@ def rendered(what: str) -> list[Object]:
 
 @cache
 def _rendered(what: str) -> list[Object]:
-    if not what.endswith(".yaml"):
-        documents = kustomized(what)
-    else:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write((K8S / what).read_text() if what.endswith(".yaml") else added(what))
+        file.flush()
         # The only command that reads any kind without asking a cluster. It prints one object after the other
-        rest = kubectl("label", "--local", "-o", "json", "-f", f"k8s/{what}", "made-by=nobody").strip()
-        documents = []
-        while rest:
-            document, end = json.JSONDecoder().raw_decode(rest)
-            del document["metadata"]["labels"]["made-by"]
-            documents.append(document)
-            rest = rest[end:].strip()
+        rest = kubectl("label", "--local", "-o", "json", "-f", file.name, "made-by=nobody").strip()
+    documents = []
+    while rest:
+        document, end = json.JSONDecoder().raw_decode(rest)
+        del document["metadata"]["labels"]["made-by"]
+        documents.append(document)
+        rest = rest[end:].strip()
     assert documents, what
     return documents
 

@@ -171,7 +171,8 @@ def command_line(pod: Object) -> list[str]:
 
 
 def _expanded(text: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"\$\((\w+)\)", lambda name: values.get(name[1], name[0]), text)
+    """Replace $(NAME), and $$ by $, as the kubelet does."""
+    return re.sub(r"\$(?:\((\w+)\)|\$)", lambda found: values.get(found[1], found[0]) if found[1] else "$", text)
 
 
 OWNERS = ("PyTorchJob", "Job", "JobSet", "TrainingRuntime")  # these objects decide what follows the end of a pod

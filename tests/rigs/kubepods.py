@@ -32,7 +32,7 @@ def _size(quantity: str) -> str:
 class Cluster:
     """The pods of one manifest, on a network of their own.
 
-    A claim is a folder, an emptyDir a tmpfs, a ConfigMap or a Secret a read-only folder of its files. The container
+    A claim is a folder, an emptyDir a tmpfs, a Secret a read-only folder of its files. The container
     engine acts as the kubelet, and the test decides as an operator would."""
 
     def __init__(self, folder: Path, what: str, settings: Sequence[str]) -> None:
@@ -44,13 +44,6 @@ class Cluster:
         self.runs = folder / "claim"
         self.runs.mkdir(parents=True)
         self.runs.chmod(0o777)
-        self.maps = folder / "maps"
-        for document in documents:
-            if document["kind"] == "ConfigMap":
-                files = self.maps / document["metadata"]["name"]
-                files.mkdir(parents=True)
-                for name, text in document["data"].items():
-                    (files / name).write_text(text)
         docker("network", "create", self.name)
 
     def container(self, index: int) -> str:
@@ -82,10 +75,6 @@ class Cluster:
     def _volume(self, volume: Object, path: str, mode: str) -> list[str]:
         if "persistentVolumeClaim" in volume:
             return ["--volume", f"{self.runs}:{path}{mode}"]
-        if "configMap" in volume:
-            files = self.maps / volume["configMap"]["name"]
-            assert files.exists(), f"no ConfigMap {files.name}: the pod would never start"
-            return ["--volume", f"{files}:{path}:ro"]
         if "secret" in volume:
             return ["--volume", f"{self._secret(volume['secret']['defaultMode'])}:{path}:ro"]
         return ["--tmpfs", f"{path}:mode=1777,size={_size(volume['emptyDir']['sizeLimit'])}"]

@@ -29,15 +29,12 @@ def test_k8s_trainjob_trains_to_the_digest_of_the_host(pods: Pods, forks: Forks,
 
 
 def test_k8s_pod_of_a_plain_job_waits_for_the_name_of_rank_0(pods: Pods) -> None:
-    """The job trains own code and data, which come from ConfigMaps."""
-    cluster = pods("job+own", ["--name", "job"])
+    cluster = pods("job.yaml", SHORT)
     cluster.start(1)
     wait_for("rank 1 to look", lambda: "rankup-0.rankup" in cluster.log(1), timeout_s=300, log=cluster.logs)
     cluster.start(0)
     assert cluster.codes() == [0, 0], cluster.logs()
-    found = cluster.read("result.json")
-    assert (found["data"], found["world_size"]) == ("rings", 2)
-    assert found["metrics"]["accuracy"] > 0.9  # chance would give 0.5
+    assert cluster.read("result.json")["world_size"] == 2
 
 
 def test_k8s_doctor_instead_of_train_finds_the_pods_fit(pods: Pods) -> None:
@@ -56,15 +53,6 @@ def test_k8s_doctor_instead_of_train_finds_the_pods_fit(pods: Pods) -> None:
     assert "doctor: fit to train" in said
 
 
-def test_k8s_jobset_trains_an_own_script_from_a_config_map(pods: Pods) -> None:
-    cluster = pods("jobset+script")
-    cluster.start()
-    assert cluster.codes() == [0, 0], cluster.logs()
-    assert "epoch 3: loss" in cluster.log(0)
-    assert json.loads((cluster.runs / "rankup" / "status.json").read_text())["state"] == "finished"
-    assert (cluster.runs / "files" / "rankup" / "model.pt").exists()
-
-
 def test_k8s_fsdp_pods_resume_from_shards_to_the_digest_of_the_host(
     pods: Pods, image: str, forks: Forks, tmp_path: Path
 ) -> None:
@@ -81,7 +69,7 @@ def test_k8s_fsdp_pods_resume_from_shards_to_the_digest_of_the_host(
     job = [*short, "--parallel", "fsdp", "--checkpoint-format", "sharded"]
     found = cluster.read("result.json")["digest"]
     assert found == digest_by_forks(forks, tmp_path / "host", " ".join(job))
-    volume = f"{cluster.runs}:/app/runs"
+    volume = f"{cluster.runs}:/runs"
     said = docker("run", "--rm", "--network", "none", "-v", volume, image, "export", "job", "/tmp/w.pt",
                   "--item", "model")
     assert "model of step" in said

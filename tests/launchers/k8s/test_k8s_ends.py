@@ -67,6 +67,7 @@ def test_k8s_elastic_job_continues_without_pod_0_while_pods_come_and_go(pods: Po
     def ranks_are(*counts: int) -> None:
         wait_for(f"{counts} ranks", lambda: cluster.changes()[-len(counts):] == [*counts], log=cluster.logs)
 
+    cluster.scale(3)
     cluster.start()
     cluster.hit(0, signal.SIGKILL, ranks=3)
     ranks_are(3, 2)

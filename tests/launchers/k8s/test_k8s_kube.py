@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.rigs.jobs import ROOT
-from tests.rigs.kube import IMAGE, one, rendered
+from tests.rigs.kube import IMAGE
 
 # Each stand-in appends its command to $CALLS. kubectl prints the states in $STATES in turn, then repeats the last one.
 TOOL = '#!/bin/bash\necho "$(basename "$0") $*" >> "$CALLS"\n'
@@ -71,7 +70,8 @@ def test_kube_kind_creates_a_cluster_and_follows_the_job(tools: Tools) -> None:
     done = tools.run("kind")
     assert done.returncode == 0, done.stderr
     steps = ["kind create cluster --name rankup", f"kind load docker-image {IMAGE} --name rankup",
-             "apply --server-side -k", "apply -f k8s/volume.yaml", "apply -k k8s", "logs --follow rankup-master-0"]
+             "apply --server-side -k", "apply -f k8s/volume.yaml", "apply -f k8s/pytorchjob.yaml",
+             "logs --follow rankup-master-0"]
     calls = [call for call in tools.calls() if "rollout" not in call]
     assert len(calls) == len(steps), calls
     assert all(step in call for step, call in zip(steps, calls, strict=True)), calls
@@ -120,6 +120,7 @@ def test_kube_follows_the_new_pod_after_a_lost_one(tools: Tools) -> None:
     [
         (["kind"], {"IMAGE": "none:1"}, "no image none:1: make image"),
         (["kind"], {"FILE": "gpus"}, "FILE must be pytorchjob, job"),
+        (["delete"], {"FILE": "volume"}, "FILE must be pytorchjob, job"),
         (["kind"], {"FILE": "trainjob"}, "does not support trainjob"),
         ([], {}, "usage:"),
     ],
@@ -128,20 +129,10 @@ def test_kube_refuses_a_mistake_with_the_reason(tools: Tools, words: list[str], 
     done = tools.run(*words, **env)
     assert done.returncode == 2
     assert said in done.stderr
-    assert not [call for call in tools.calls() if " apply " in call]
+    assert not [call for call in tools.calls() if " apply " in call or " delete " in call]
 
 
 def test_kube_delete_leaves_the_volume(tools: Tools) -> None:
     assert tools.run("delete").returncode == 0
     (call,) = tools.calls()
-    assert "kubectl delete -k k8s" in call
-    assert not [each for each in rendered("pytorchjob+own") if each["kind"] == "PersistentVolumeClaim"]
-
-
-def test_make_k8s_render_prints_what_would_be_applied() -> None:
-    assert one("pytorchjob", "PyTorchJob")  # skips without kubectl
-    for file, kind in (("", "PyTorchJob"), ("job", "Job")):
-        words, env = ["make", "-s", "k8s-render"], {**os.environ, "FILE": file}
-        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert kind in {document["kind"] for document in yaml.safe_load_all(done.stdout)}
+    assert "kubectl delete -f k8s/pytorchjob.yaml" in call

@@ -1,7 +1,8 @@
-"""k8s/kustomization.yaml gives valid pods with the right commands for each kind of job and any mix of components."""
+"""`rankup add k8s` gives valid pods with the right commands for each kind of job and any mix of options."""
 
 import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,37 +10,39 @@ import yaml
 
 from rankup import cli
 from rankup.env.node_env import Limits, read_node_env
+from rankup.files import JOB_KINDS
+from rankup.files.add import IN_IMAGE, plan_files, rendered_again
 from tests.rigs.jobs import ROOT
-from tests.rigs.kube import CLAIMS, IMAGE, K8S, TRAINING, kustomized, one, problems, rendered
+from tests.rigs.kube import FILES, IMAGE, K8S, TRAINING, added, problems, rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of
 from train.commands.line import parse_args
 from train.config import Config, check_run, load_config
 
 Object = dict[str, Any]
-CODE = ("own", "script", "")  # these exclude each other
-KINDS = ("pytorchjob", "job", "jobset")
-ELASTIC = (*KINDS, *(f"{kind}+elastic" for kind in KINDS))
+ELASTIC = (*JOB_KINDS, *(f"{kind}+elastic" for kind in JOB_KINDS if kind != "trainjob"))
 
 
 def mixes(kind: str) -> list[str]:
-    """Return mixes of the components, each with one kind of code. All and none of the others get every kind of code."""
-    chosen = list(product(*(("", name) for name in ("gpu", "fsdp", "kueue+secret"))))
-    last = len(chosen) - 1
-    codes = [CODE if number in (0, last) else CODE[number % 3 :][:1] for number in range(last + 1)]
-    pairs = [(each, code) for each, some in zip(chosen, codes, strict=True) for code in some]
-    return ["+".join(filter(None, (kind, *each, code))) for each, code in pairs]
+    """Return all mixes of options for a kind of job."""
+    chosen = product(*(("", name) for name in ("gpu", "fsdp+data", "queue+secret")))
+    return ["+".join(filter(None, (kind, *each))) for each in chosen]
 
 
-def test_k8s_mixes_have_every_component() -> None:
-    there = {path.name for path in (K8S / "components").iterdir() if path.is_dir()} - {"begin"}
-    assert there == {name for kind in ELASTIC for mix in mixes(kind) for name in mix.split("+")[1:]}
-    assert set(re.findall(r"# - components/(\S+) # EDIT", (K8S / "kustomization.yaml").read_text())) == there
+def test_k8s_files_are_what_rankup_add_writes() -> None:
+    """The file names the command that made it, so `rankup add --diff` renders each file again."""
+    again = {path.name: made for path, made in rendered_again(ROOT, cli.COMMANDS["add"].parse) if path.parent == K8S}
+    assert again.keys() == {*FILES, "volume.yaml"}
+    for name, made in again.items():
+        assert made == (K8S / name).read_text()
+        assert max(map(len, made.splitlines()[4:])) <= 120
 
 
-def test_k8s_kustomization_without_components_gives_the_plain_file() -> None:
-    for kind in KINDS:
-        plain, mixed = ({each["kind"]: each for each in rendered(what)} for what in (f"{kind}.yaml", kind))
-        assert plain == mixed
+def planned(folder: Path, *words: str) -> dict[str, str]:
+    """Return the files that `rankup add k8s WORDS` would write in a repository with a script, by their paths."""
+    (folder / "train.py").write_text("import torch.distributed")
+    (folder / "requirements.txt").write_text("rankup\n")
+    given = cli.COMMANDS["add"].parse(["k8s", *words])
+    return {file.path: file.content for file in plan_files(given, folder).texts}
 
 
 def config_of(words: list[str]) -> Config:
@@ -53,40 +56,40 @@ def check_command(pods: list[Object], what: str) -> None:
     nproc = 2 if "gpu" in what else 1
     for rank, pod in enumerate(pods):
         words, values = command_line(pod), environment(pod)
-        assert words[:3] == ["python", "train/main.py", "launch"]
-        given = cli.COMMANDS["launch"].parse_args(words[3:])
+        assert words[:4] == ["python", "-m", "rankup", "launch"]
+        given = cli.COMMANDS["launch"].parse_args(words[4:])
         least, most = given.nnodes or (len(pods), len(pods))
         assert (least, most) == ((2, 4) if "elastic" in what else (2, 2))
         node = read_node_env(
-            values, nproc=given.nproc, nnodes=given.nnodes and most, limits=given.nnodes and Limits(least, most)
+            values, nproc=given.nproc, nnodes=given.nnodes and most, master_addr=given.master_addr,
+            master_port=given.master_port, limits=Limits(least, most) if least < most else None,
         )
         assert (node.node_rank, node.num_nodes, node.nproc, given.join_timeout_s) == (rank, most, nproc, 900)
-        assert node.master_addr.startswith(pods[0]["name"])
-        if "script" in what:
-            assert (given.words[0], given.name, given.work_dir) == ("/own/train.py", "rankup", "runs/files/rankup")
-        else:
-            assert given.words[:2] == ["train/main.py", "train"]
-            config = config_of(given.words[1:])
-            for count in range(least, most + 1):
-                check_run(config, count * nproc)
-            assert (config.device, config.parallel) == (
-                "cuda" if "gpu" in what else Config().device, "fsdp" if "fsdp" in what else Config().parallel
-            )
+        first = f"{pods[0]['name']}.{pods[0]['spec']['subdomain']}" if "subdomain" in pod["spec"] else pods[0]["name"]
+        assert node.master_addr == first
+        assert given.words[:2] == ["train/main.py", "train"]
+        config = config_of(given.words[1:])
+        for count in range(least, most + 1):
+            check_run(config, count * nproc)
+        assert (config.device, config.parallel, config.name) == (
+            "cuda" if "gpu" in what else Config().device, "fsdp" if "fsdp" in what else Config().parallel, "rankup"
+        )
 
 
 def check_pods(pods: list[Object], what: str) -> None:
     assert len(pods) >= 2
-    for index, pod in enumerate(pods):
+    for pod in pods:
         (container,) = pod["spec"]["containers"]
         assert pod["spec"]["terminationGracePeriodSeconds"] > 60  # time to save
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         paths = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
         assert (paths["dshm"], volumes["dshm"]["emptyDir"]["medium"]) == ("/dev/shm", "Memory")
-        if index == 0 or "fsdp" in what or "elastic" in what or not what.startswith("pytorchjob"):
-            claim = "rankup-runs-shared" if "fsdp" in what else "rankup-runs"
-            assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim
-        else:  # only rank 0 writes
-            assert all("persistentVolumeClaim" not in volume for volume in volumes.values())
+        assert (paths["runs"], volumes["runs"]["persistentVolumeClaim"]["claimName"]) == ("/runs", "rankup-runs")
+        if "data" in what:
+            (mount,) = [each for each in container["volumeMounts"] if each["name"] == "data"]
+            assert mount == {"name": "data", "mountPath": f"{IN_IMAGE}/train/samples", "subPath": "samples",
+                             "readOnly": True}
+            assert volumes["data"]["persistentVolumeClaim"]["claimName"] == "rankup-data"
         file = environment(pod).get("RANKUP_SECRET_FILE", "")
         assert bool(file) == ("secret" in what)
         if file:  # with an fsGroup, a kubelet mounts it as root's file that the group can read
@@ -104,11 +107,11 @@ def check_pods(pods: list[Object], what: str) -> None:
 USER = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000,
         "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"}}
 RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+VOLUMES = {"emptyDir", "persistentVolumeClaim", "secret"}
 
 
 def labelled(metadata: Object) -> bool:
-    return {f"app.kubernetes.io/{name}" for name in ("name", "instance", "component")} <= metadata["labels"].keys()
+    return {f"app.kubernetes.io/{name}" for name in ("instance", "component")} <= metadata["labels"].keys()
 
 
 def selector_of(document: Object) -> dict[str, str] | None:
@@ -124,18 +127,17 @@ def check_taken(documents: list[Object]) -> list[Object]:
     pods = pods_of(documents)
     for document in documents:
         assert problems(document) == []
-        assert document["kind"] == "ConfigMap" or labelled(document["metadata"])
+        assert labelled(document["metadata"])
         assert "namespace" not in document["metadata"]  # the user chooses it
         if (wanted := selector_of(document)) is not None:
             assert all(wanted.items() <= pod["labels"].items() for pod in pods)
     assert pods
-    maps = {each["metadata"]["name"] for each in documents if each["kind"] == "ConfigMap"}
     for pod in pods:
-        check_pod(pod, maps)
+        check_pod(pod)
     return pods
 
 
-def check_pod(pod: Object, maps: set[str]) -> None:
+def check_pod(pod: Object) -> None:
     spec, volumes = pod["spec"], {each["name"]: each for each in pod["spec"]["volumes"]}
     (container,) = spec["containers"]
     assert labelled(pod)
@@ -147,7 +149,6 @@ def check_pod(pod: Object, maps: set[str]) -> None:
     # The operator's init container has no security context: k8s/cluster.md says what namespaces then need
     assert [each for each in spec.get("initContainers", []) if each["name"] != "init-pytorch"] == []
     assert {name for volume in volumes.values() for name in volume} <= VOLUMES | {"name"}
-    assert all(volume["configMap"]["name"] in maps for volume in volumes.values() if "configMap" in volume)
     assert all(volume["emptyDir"]["sizeLimit"] for volume in volumes.values() if "emptyDir" in volume)
     mounts = container["volumeMounts"]
     assert sorted(each["name"] for each in mounts) == sorted(volumes)
@@ -164,9 +165,25 @@ def check_pod(pod: Object, maps: set[str]) -> None:
     assert probes == (set() if trains else {"readinessProbe"})
 
 
-@pytest.mark.parametrize("what", CLAIMS)
-def test_k8s_volume_claims_fit_the_schemas(what: str) -> None:
-    assert [problem for document in rendered(what) for problem in problems(document)] == []
+def test_k8s_volume_claims_fit_the_schemas(tmp_path: Path) -> None:
+    """The claim of the runs is shared by all jobs of a repository, and --data adds one, unless one is named."""
+    (tmp_path / "images").mkdir()
+
+    def claims(*words: str) -> list[Object]:
+        files = planned(tmp_path, "--name=mine", *words, "train.py")
+        (tmp_path / "k8s").mkdir(exist_ok=True)
+        (tmp_path / "k8s" / "volume.yaml").write_text(files["k8s/volume.yaml"])
+        used = {volume["persistentVolumeClaim"]["claimName"]
+                for pod in pods_of(list(yaml.safe_load_all(files["k8s/train.yaml"])))
+                for volume in pod["spec"]["volumes"] if "persistentVolumeClaim" in volume}
+        found = list(yaml.safe_load_all(files["k8s/volume.yaml"]))
+        assert [problem for document in [*rendered("volume.yaml"), *found] for problem in problems(document)] == []
+        return [used, {each["metadata"]["name"] for each in found}]
+
+    assert claims() == [{"mine-runs"}] * 2
+    assert claims("--data=images") == [{"mine-runs", "mine-data"}] * 2
+    assert claims("--data=images", "--data-claim=big") == [{"mine-runs", "big"}, {"mine-runs"}]
+    assert claims("--name=other") == [{"mine-runs"}] * 2  # the volume is there already
 
 
 def test_k8s_board_gives_a_valid_pod() -> None:
@@ -180,9 +197,11 @@ def check(documents: list[Object], what: str) -> None:
     policy = next(each["spec"] for each in documents if each["kind"] == "NetworkPolicy")
     assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
     (job,) = [each for each in documents if each["kind"] in OWNERS]
-    if "kueue" in what:
-        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
-        assert job["spec"].get("suspend") or job["spec"]["runPolicy"]["suspend"]
+    if "queue" in what:
+        queued = next(each for each in documents if each["kind"] == "TrainJob") if "trainjob" in what else job
+        assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "user-queue"
+        assert queued["spec"].get("suspend") or queued["spec"]["runPolicy"]["suspend"]
+        assert [each for each in documents if "kueue.x-k8s.io/queue-name" in each["metadata"]["labels"]] == [queued]
     if "gpu" in what and job["kind"] == "PyTorchJob":
         assert job["spec"]["nprocPerNode"] == "2"
 
@@ -193,74 +212,49 @@ def test_k8s_plain_files_give_valid_pods(what: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ELASTIC)
-def test_k8s_components_combine_in_any_mix(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k8s_options_combine_in_any_mix(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for what in mixes(kind):
         check(rendered(what), what)
 
 
-@pytest.mark.parametrize("kind", ["pytorchjob", "pytorchjob+elastic", "job+elastic", "jobset"])
-def test_k8s_kustomization_sets_name_and_image_in_one_place(kind: str) -> None:
-    """Two jobs side by side share no name, and no selector of one job selects pods of the other."""
-    edits = [("app.kubernetes.io/instance: rankup", "app.kubernetes.io/instance: my-job"),
-             ("newName: rankup", "newName: registry.example.org/me/rankup")]
-    documents = kustomized(f"{kind}+own", *edits)
+def test_k8s_trainjob_with_a_changing_number_of_pods_is_refused_in_one_line() -> None:
+    with pytest.raises(cli.UserError, match=r"^add: --nodes must be one number with --kind trainjob, got 2:4\."):
+        added("trainjob+elastic")
+
+
+@pytest.mark.parametrize("kind", JOB_KINDS)
+def test_k8s_words_of_a_script_reach_it_unchanged(kind: str, tmp_path: Path) -> None:
+    """YAML would read some words as numbers, and Kubernetes expands $(NAME)."""
+    words = ["--lr", "1e-3", "--x=yes", "yes", "NO", "null", "2:4", "", "a b", 'a "b"', "$HOME", "$(HOME)", "$$", "#x",
+             "~", "[x]", "a: b", "-", "é", "o'clock", "\\n", "x" * 200]
+    made = planned(tmp_path, f"--kind={kind}", "--", "train.py", *words)["k8s/train.yaml"]
+    for pod in pods_of(list(yaml.safe_load_all(made))):
+        assert command_line(pod)[-len(words) - 1:] == ["train.py", *words]
+
+
+@pytest.mark.parametrize("kind", JOB_KINDS)
+def test_k8s_lines_to_edit_are_valid_once_they_are_uncommented(kind: str) -> None:
+    """Without the lines for newer clusters, which test_k8s_rules.py tests."""
+    text, count = re.subn(r"(?m)^( *(?:- )?)# (?=.* # EDIT)", r"\1", added(f"{kind}+gpu"))
+    assert count == (6 if kind == "pytorchjob" else 4)
+    documents = list(yaml.safe_load_all(text))
     assert [problem for document in documents for problem in problems(document)] == []
+    for pod in pods_of(documents):
+        assert pod["spec"]["imagePullSecrets"] == [{"name": "my-registry"}]
+        assert pod["spec"]["nodeSelector"]
+        assert pod["spec"]["priorityClassName"] == "high"
+        assert pod["spec"]["tolerations"][-1] == {"key": "nvidia.com/gpu", "operator": "Exists"}
+        assert pod["spec"].get("schedulerName") == ("volcano" if kind == "pytorchjob" else None)
+
+
+def test_k8s_files_name_their_job_in_every_object() -> None:
+    """Two jobs side by side share no name, and no selector of one job selects pods of the other."""
+    for kind in JOB_KINDS:
+        text = added(f"{kind}+elastic" if kind != "trainjob" else kind).replace("rankup", "my-job")
+        documents = list(yaml.safe_load_all(text))
+        assert {each["metadata"]["name"] for each in documents} == {"my-job"}
+        selectors = [found for each in documents if (found := selector_of(each)) is not None]
+        assert {each["app.kubernetes.io/instance"] for each in selectors} == {"my-job"}
     # No file sets a namespace: kubectl's own namespace also applies to volume, board, Secret and kube.sh
     assert not [file for file in K8S.rglob("*.yaml") if re.search(r"\bnamespace:", file.read_text())]
-    names = {each["metadata"]["name"] for each in documents if each["kind"] != "ConfigMap"}
-    assert names == {"my-job"}
-    pods = pods_of(documents)
-    for pod in pods:
-        (container,), values = pod["spec"]["containers"], environment(pod)
-        assert container["image"] == f"registry.example.org/me/{IMAGE}"
-        assert "my-job" in command_line(pod)
-        assert pod["name"].startswith("my-job-")
-        if "subdomain" in pod["spec"]:
-            assert values["MASTER_ADDR"] == f"{pods[0]['name']}.{pod['spec']['subdomain']}"
-            assert pod["spec"]["subdomain"] == "my-job"
-    for document in documents:
-        if (selector := selector_of(document)) is not None:
-            assert selector["app.kubernetes.io/instance"] == "my-job"
-            assert all(selector.items() <= pod["labels"].items() for pod in pods)
-    assert "rankup" not in {pod["labels"]["app.kubernetes.io/instance"] for pod in pods}
-
-
-def uncommented(name: str) -> list[tuple[str, str]]:
-    """Return edits that uncomment every patch line marked EDIT."""
-    lines = re.findall(r"(?m)^( {6,})# (.* # EDIT.*)$", (K8S / name / "kustomization.yaml").read_text())
-    return [(f"{space}# {line}", f"{space}{line}") for space, line in lines]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_k8s_uncommented_patches_reach_every_pod(kind: str) -> None:
-    edits = uncommented(".") + uncommented("components/gpu")
-    assert len(edits) == 10
-    documents = kustomized(f"{kind}+gpu", *edits)
-    assert [problem for document in documents for problem in problems(document)] == []
-    devices = {"rdma/hca_shared_devices_a": "1", "vpc.amazonaws.com/efa": "4", "hugepages-2Mi": "5120Mi"}
-    for pod in pods_of(documents):
-        spec = pod["spec"]
-        assert spec["imagePullSecrets"] == [{"name": "my-registry"}]
-        assert spec["nodeSelector"]
-        assert spec["priorityClassName"] == "high"
-        assert spec["tolerations"][-1] == {"key": "nvidia.com/gpu", "operator": "Exists"}
-        assert pod["labels"]["sidecar.istio.io/inject"] == "false"
-        assert devices.items() <= spec["containers"][0]["resources"]["limits"].items()
-        assert environment(pod)["NCCL_DEBUG"] == "INFO"
-        assert environment(pod)["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1"
-
-
-def test_k8s_uncommented_lines_for_volcano_are_valid() -> None:
-    text, count = re.subn(r"(?m)^( *)# (?=.* # EDIT with Volcano)", r"\1", (K8S / "pytorchjob.yaml").read_text())
-    assert count == 2
-    job = next(iter(yaml.safe_load_all(text)))
-    assert problems(job) == []
-    assert job["spec"]["runPolicy"]["schedulingPolicy"] == {"queue": "default"}
-    assert {pod["spec"]["schedulerName"] for pod in pods_of([job])} == {"volcano"}
-
-
-def test_k8s_fsdp_volume_can_be_mounted_by_every_node() -> None:
-    claim = one("components/fsdp/volume.yaml", "PersistentVolumeClaim")
-    assert claim["metadata"]["name"] == "rankup-runs-shared"  # rankup-runs can't change its access mode
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]

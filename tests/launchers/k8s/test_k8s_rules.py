@@ -64,7 +64,7 @@ def test_k8s_elastic_job_is_done_once_one_pod_is(kind: str) -> None:
         assert (list(elastic["spec"]["pytorchReplicaSpecs"]), elastic["spec"]["elasticPolicy"]) == (["Worker"], {})
     else:
         job = spec_of_job(elastic)
-        assert job["completions"] == job["parallelism"] == 3  # a cluster lets users change them only if both are equal
+        assert job["completions"] == job["parallelism"] == 4  # a cluster lets users change them only if both are equal
         assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
 
 
