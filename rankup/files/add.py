@@ -136,6 +136,8 @@ def _script(words: Sequence[str], folder: Path, plan: Plan) -> tuple[list[str], 
     """Return the words for `rankup launch`, and the module's name if it is one. Raises UserError if there is none."""
     if not words or words == ["-m"]:
         raise UserError("add: SCRIPT must be given, got nothing. For example: rankup add compose slurm k8s train.py")
+    if broken := next((word for word in words if len(word.splitlines()) > 1), ""):
+        raise UserError(f"add: each word must be on one line, got {broken!r}. Put such a text into a file.")
     first, *rest = words
     if first == "-m":
         module = rest[0]
@@ -160,7 +162,8 @@ def _script(words: Sequence[str], folder: Path, plan: Plan) -> tuple[list[str], 
 def _name(wanted: str, plan: Plan) -> str:
     """Return `wanted` as a name that Kubernetes, Docker and Slurm take."""
     name = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-")[:40].strip("-")
-    name = name if name[:1].isalpha() else f"job-{name}".strip("-")
+    if not name[:1].isalpha() or name in ("true", "false", "null", "yes", "no", "on", "off", "y", "n"):
+        name = f"job-{name}".strip("-")  # YAML reads these words as something else
     if name != wanted:
         plan.notes.append(f"name  {name}, as Kubernetes allows only lower-case letters, digits and -, not {wanted!r}")
     return name

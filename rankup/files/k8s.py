@@ -16,7 +16,9 @@ from typing import Any
 from rankup.errors import UserError
 
 # Words that mean themselves in YAML without quotes
-PLAIN = re.compile(r"(?!(?i:true|false|null|yes|no|on|off|y|n)$)-{0,2}[A-Za-z/][\w/.=-]*")
+PLAIN = re.compile(r"(?!(?i:true|false|null|yes|no|on|off|y|n)$)-{0,2}[A-Za-z/]([\w/.=@-]|:(?=[\w/]))*", re.ASCII)
+NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # of any object of Kubernetes
+IMAGE = re.compile(r"[\w.:/@-]+", re.ASCII)
 CONTAINERS = {"pytorchjob": "pytorch", "trainjob": "node"}  # names that the operators look for
 # The exit codes that fail a job. Kubernetes has no ranges
 CODES = "\n        ".join(textwrap.wrap(", ".join(map(str, range(1, 128))), 97))
@@ -30,6 +32,11 @@ def k8s_variables(given: Namespace, variables: dict[str, Any], folder: Path) -> 
     elastic = least < most
     if elastic and kind == "trainjob":
         raise UserError(f"add: --nodes must be one number with --kind trainjob, got {least}:{most}. Use another kind.")
+    for flag, text in (("--queue", given.queue), ("--secret", given.secret), ("--data-claim", given.data_claim)):
+        if text and not NAME.fullmatch(text):
+            raise UserError(f"add: {flag} must be a name of Kubernetes (small letters, digits, - and .), got {text}.")
+    if not IMAGE.fullmatch(variables["image"]):
+        raise UserError(f"add: --image must be the name of an image, got {variables['image']}.")
     volume = str(PurePosixPath(path).with_name("volume.yaml"))
     data_claim = given.data_claim or f"{name}-data"
     env, mounts, volumes = [], [], []
@@ -45,13 +52,14 @@ def k8s_variables(given: Namespace, variables: dict[str, Any], folder: Path) -> 
         mounts.append(f"{{name: data, mountPath: {json.dumps(each.target)}, subPath: {subpath}, readOnly: true}}")
     if variables["data"]:
         volumes.append(f"{{name: data, persistentVolumeClaim: {{claimName: {data_claim}}}}} # EDIT: it holds the data")
+    quoted = {key: _word(text) for key, text in (("queue", given.queue), ("image", variables["image"])) if text}
     return variables | {
         "kind": kind, "elastic": elastic, "spread": bool(gpus), "queue": given.queue, "secret": given.secret,
         "volume": volume, "claim": _claim_in(folder / volume) or f"{name}-runs", "data_claim": data_claim,
         "makes_data_claim": bool(variables["data"]) and not given.data_claim,
         "container": CONTAINERS.get(kind, "trainer"), "args": _flow(_arguments(kind, variables)), "codes": CODES,
         "pods": "one pod" if most == 1 else f"{least} to {most} pods" if elastic else f"{most} pods",
-        "run": f"kubectl apply -f {volume} -f {path}", "env": env, "mounts": mounts, "volumes": volumes,
+        "run": f"kubectl apply -f {volume} -f {path}", "env": env, "mounts": mounts, "volumes": volumes, **quoted,
     }
 
 
@@ -76,12 +84,15 @@ def _arguments(kind: str, variables: dict[str, Any]) -> list[str]:
     return [*options, "--join-timeout-s", "900", *variables["words"]]
 
 
+def _word(text: str) -> str:
+    """Return a text as one word of YAML."""
+    return text if PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
 def _flow(words: Sequence[str]) -> str:
     """Return words as a list of YAML, in lines of up to 90 columns. Kubernetes replaces $(NAME), and makes $ of $$."""
-    whole = [word.replace("$", "$$") for word in words]
-    parts = [word if PLAIN.fullmatch(word) else json.dumps(word, ensure_ascii=False) for word in whole]
     lines = [""]
-    for part in parts:
+    for part in (_word(word.replace("$", "$$")) for word in words):
         fits = len(lines[-1]) + len(part) < 90 or not lines[-1]
         lines[-1:] = [f"{lines[-1]}{part}, "] if fits else [lines[-1], f"{part}, "]
     text = "\n  ".join(line.rstrip() for line in lines).removesuffix(",")

@@ -223,6 +223,31 @@ def test_k8s_trainjob_with_a_changing_number_of_pods_is_refused_in_one_line() ->
         added("trainjob+elastic")
 
 
+@pytest.mark.parametrize(("words", "said"), [
+    (["--queue=My Queue", "train.py"], "--queue must be a name of Kubernetes"),
+    (["--secret=a_b", "train.py"], "--secret must be a name of Kubernetes"),
+    (["--data-claim={x}", "train.py"], "--data-claim must be a name of Kubernetes"),
+    (["--image=a: b", "train.py"], "--image must be the name of an image, got a: b"),
+    (["--", "train.py", "a\nb"], "each word must be on one line, got "),
+])
+def test_k8s_words_that_fit_no_manifest_are_refused_in_one_line(words: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(cli.UserError) as found:
+        planned(tmp_path, *words)
+    assert str(found.value).startswith(f"add: {said}")
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["yes", "null", "on", "e5", "7", "12345678", "Über", "a.b", "x" * 60])
+def test_k8s_name_of_a_job_is_a_text_in_every_kind(name: str, tmp_path: Path) -> None:
+    for kind in JOB_KINDS:
+        queue = "7" if name == "7" else "no"
+        files = planned(tmp_path, f"--name={name}", f"--kind={kind}", f"--queue={queue}", "train.py")
+        for path in ("k8s/train.yaml", "k8s/volume.yaml"):
+            for document in yaml.safe_load_all(files[path]):
+                assert problems(document) == []
+                assert all(isinstance(text, str) for text in document["metadata"]["labels"].values())
+
+
 @pytest.mark.parametrize("kind", JOB_KINDS)
 def test_k8s_words_of_a_script_reach_it_unchanged(kind: str, tmp_path: Path) -> None:
     """YAML would read some words as numbers, and Kubernetes expands $(NAME)."""
