@@ -46,18 +46,18 @@ def k8s_variables(given: Namespace, variables: dict[str, Any], folder: Path) -> 
     if given.secret:  # 288 is 0440 in octal: root's file that the pod's group can read
         env.append("{name: RANKUP_SECRET_FILE, value: /run/secrets/rankup/secret}")
         mounts.append("{name: secret, mountPath: /run/secrets/rankup, readOnly: true}")
-        volumes.append(f"{{name: secret, secret: {{secretName: {given.secret}, defaultMode: 288}}}}")
+        volumes.append(f"{{name: secret, secret: {{secretName: {_word(given.secret)}, defaultMode: 288}}}}")
     for each in variables["data"]:
         subpath = json.dumps(PurePosixPath(each.target).name)
         mounts.append(f"{{name: data, mountPath: {json.dumps(each.target)}, subPath: {subpath}, readOnly: true}}")
     if variables["data"]:
-        volumes.append(f"{{name: data, persistentVolumeClaim: {{claimName: {data_claim}}}}} # EDIT: it holds the data")
+        volumes.append(f"{{name: data, persistentVolumeClaim: {{claimName: {_word(data_claim)}}}}} # EDIT: of the data")
     quoted = {key: _word(text) for key, text in (("queue", given.queue), ("image", variables["image"])) if text}
     return variables | {
         "kind": kind, "elastic": elastic, "spread": bool(gpus), "queue": given.queue, "secret": given.secret,
         "volume": volume, "claim": _claim_in(folder / volume) or f"{name}-runs", "data_claim": data_claim,
         "makes_data_claim": bool(variables["data"]) and not given.data_claim,
-        "container": CONTAINERS.get(kind, "trainer"), "args": _flow(_arguments(kind, variables)), "codes": CODES,
+        "container": CONTAINERS.get(kind, "trainer"), "args": _flow(_arguments(given, variables)), "codes": CODES,
         "pods": "one pod" if most == 1 else f"{least} to {most} pods" if elastic else f"{most} pods",
         "run": f"kubectl apply -f {volume} -f {path}", "env": env, "mounts": mounts, "volumes": volumes, **quoted,
     }
@@ -69,10 +69,10 @@ def _claim_in(volume: Path) -> str:
     return found[1] if found else ""
 
 
-def _arguments(kind: str, variables: dict[str, Any]) -> list[str]:
+def _arguments(given: Namespace, variables: dict[str, Any]) -> list[str]:
     """Return the arguments of `rankup launch` in a pod. The operators set who the pod is; in an Indexed Job it has only
-    its index."""
-    name, most, gpus = variables["name"], variables["most"], variables["gpus"]
+    its index. All jobs share a volume, so a name that the user chose is the run's too."""
+    kind, name, most, gpus = given.kind, variables["name"], variables["most"], variables["gpus"]
     options = list(variables["options"])  # --nnodes of an elastic job
     if kind in ("job", "jobset"):
         master = f"{name}-0.{name}" if kind == "job" else f"{name}-node-0-0.{name}"
@@ -81,6 +81,8 @@ def _arguments(kind: str, variables: dict[str, Any]) -> list[str]:
         options += ["--nproc", str(gpus)] if gpus else []
     elif kind == "pytorchjob" and options:
         options += ["--master-addr", f"{name}-worker-0", "--master-port", "29400"]
+    if given.name and "--name" not in variables["words"]:
+        options += ["--name", name]
     return [*options, "--join-timeout-s", "900", *variables["words"]]
 
 

@@ -273,6 +273,18 @@ def test_k8s_lines_to_edit_are_valid_once_they_are_uncommented(kind: str) -> Non
         assert pod["spec"].get("schedulerName") == ("volcano" if kind == "pytorchjob" else None)
 
 
+def test_k8s_name_of_the_job_is_that_of_its_run(tmp_path: Path) -> None:
+    """Otherwise two jobs of a repository, which share a volume, would both write into runs/train."""
+
+    def name_of(*words: str) -> str:
+        (pod, _) = pods_of(list(yaml.safe_load_all(planned(tmp_path, *words)["k8s/train.yaml"])))
+        return str(cli.COMMANDS["launch"].parse(command_line(pod)[4:]).name)
+
+    assert name_of("train.py") == ""  # the script's name
+    assert name_of("--name=second", "train.py") == "second"
+    assert name_of("--name=second", "--", "train.py", "--name", "own") == ""
+
+
 def test_k8s_files_name_their_job_in_every_object() -> None:
     """Two jobs side by side share no name, and no selector of one job selects pods of the other."""
     for kind in JOB_KINDS:
