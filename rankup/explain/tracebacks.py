@@ -7,7 +7,7 @@ from typing import Any
 from rankup.explain.logs import LINE, MAX_SEEN, who_in
 
 LAST_LINES = 6  # quote this many lines of a traceback, and the exception itself
-RELAY_WORDS = ("ank ", "RANK", "rocess ", "ip=")
+RELAY_WORDS = ("(RANK ", "-- Process ", "ip=")
 
 
 @dataclass(slots=True)
@@ -36,8 +36,9 @@ class Traceback:
 
     def announce(self, text: str, number: int) -> None:
         """Note a line that may say whose traceback this or the next one is."""
-        # The pattern is slow, and nearly no line has one of these words
-        if any(word in text for word in RELAY_WORDS) and (found := LINE["relay"].match(text)):
+        if not text.endswith(":") and not any(word in text for word in RELAY_WORDS):
+            return  # the pattern is slow, and this is nearly every line
+        if found := LINE["relay"].match(text):
             self._announced = (number, who_in(found.groupdict()))
             self.about = self._announced[1] if self.inside else self.about
 

@@ -88,7 +88,7 @@ class Watchdog:
         own = {**self.record.read().heartbeat(), "host": host_name(), "seen": time.time()}
         others = [heartbeat for heartbeat in self._heartbeats if heartbeat["rank"] != self.rank]
         found = sorted([own, *others], key=lambda heartbeat: int(heartbeat["rank"]))
-        for row, ahead in zip(found, who_is_ahead([row.get("begun", {}) for row in found]), strict=True):
+        for row, ahead in zip(found, who_is_ahead([row["begun"] for row in found]), strict=True):
             row["waiting"] |= ahead
         return found
 

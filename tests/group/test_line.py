@@ -24,14 +24,14 @@ from rankup.group.watchdog import Watchdog, describe
 
 def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
     status: Any = SimpleNamespace(rank=rank, world_size=4, run_dir=Path(), attempt="a")
-    watch = Watchdog(status, StopRequest(), record=Record.new(), log=logging.getLogger("quiet"))
+    watch = Watchdog(status, StopRequest(), record=Record.new(rank), log=logging.getLogger("quiet"))
     watch.record.waiting = waiting
     return watch
 
 
 def heartbeat(rank: int, *, waiting: bool = True, silent_s: float = 0.0) -> dict[str, Any]:
     """`silent_s`: the age of the last heartbeat when the deadline passes; 0: a heartbeat comes with each answer."""
-    return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "silent_s": silent_s}
+    return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "begun": {}, "silent_s": silent_s}
 
 
 class AlsoAsked(threading.Event):
