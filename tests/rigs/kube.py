@@ -58,7 +58,8 @@ def added(what: str) -> str:
 
 
 def rendered(what: str) -> list[Object]:
-    """Return the objects of a file or combination as kubectl, not Python's YAML, reads them: a copy, to change."""
+    """Return the objects of a file in k8s/, of a file anywhere, or of a kind and options, "job+gpu+elastic", as kubectl
+    reads them, not Python's YAML: a copy, to change."""
     return copy.deepcopy(_rendered(what))
 
 

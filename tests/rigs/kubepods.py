@@ -41,7 +41,7 @@ class Cluster:
         documents = rendered(what)
         self.pods = pods_of(documents)
         (self.owner,) = [each for each in documents if each["kind"] in OWNERS]
-        self.runs = folder / "claim"
+        self.runs, self.data = folder / "claim", folder / "data"  # of the claims
         self.runs.mkdir(parents=True)
         self.runs.chmod(0o777)
         docker("network", "create", self.name)
@@ -62,19 +62,22 @@ class Cluster:
         words = ["--network", self.name, *(word for name in names for word in ("--network-alias", name))]
         words += ["--hostname", pod["name"], "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only"]
         words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-        words += ["--volume", f"{ROOT}/tests/rigs/slow_steps.py:/app/slow_steps.py:ro"]
+        folder = docker("image", "inspect", "-f", "{{.Config.WorkingDir}}", container["image"]).strip()
+        words += ["--volume", f"{ROOT}/tests/rigs/slow_steps.py:{folder}/slow_steps.py:ro"]
         words += ["--memory", _size(container["resources"]["limits"]["memory"])]
         for volume in spec["volumes"]:
             (mount,) = [each for each in container["volumeMounts"] if each["name"] == volume["name"]]
-            words += self._volume(volume, mount["mountPath"], ":ro" if mount.get("readOnly") else "")
+            words += self._volume(volume, mount)
         for name, value in environment(pod).items():
             words += ["--env", f"{name}={value}"]
         program, *arguments = command_line(pod)
         return [*words, "--entrypoint", program, container["image"], *arguments, *self.settings]
 
-    def _volume(self, volume: Object, path: str, mode: str) -> list[str]:
+    def _volume(self, volume: Object, mount: Object) -> list[str]:
+        path, mode = mount["mountPath"], ":ro" if mount.get("readOnly") else ""
         if "persistentVolumeClaim" in volume:
-            return ["--volume", f"{self.runs}:{path}{mode}"]
+            folder = self.runs if volume["name"] == "runs" else self.data
+            return ["--volume", f"{folder / mount.get('subPath', '')}:{path}{mode}"]
         if "secret" in volume:
             return ["--volume", f"{self._secret(volume['secret']['defaultMode'])}:{path}:ro"]
         return ["--tmpfs", f"{path}:mode=1777,size={_size(volume['emptyDir']['sizeLimit'])}"]
@@ -154,6 +157,10 @@ class Cluster:
         """Return all processes of a pod, the first one first, once `ranks` ranks train and have a checkpoint."""
         ready = f"r0/{ranks}] ready"
         wait_for(f"{ready}, a checkpoint", lambda: ready in self.log(0) and self.saved(), timeout_s=300, log=self.logs)
+        return self.processes_now(index)
+
+    def processes_now(self, index: int) -> list[psutil.Process]:
+        """Return all processes of a running pod, the first one first."""
         pid = self.state(index)["Pid"]
         assert pid, self.logs()
         first = psutil.Process(pid)

@@ -20,9 +20,10 @@ def test_k8s_manifests_name_the_image_that_was_built(image: str) -> None:
     assert len(found) == 1
 
 
-# test_k8s_ends.py has the pods of a PyTorchJob. The pods of a JobSet, which are a Job's with other names, are below
-def test_k8s_trainjob_trains_to_the_digest_of_the_host(pods: Pods, forks: Forks, tmp_path: Path) -> None:
-    cluster = pods("trainjob.yaml", SHORT)
+# test_k8s_ends.py has the pods of a PyTorchJob, and those of a Job are below
+@pytest.mark.parametrize("what", ["trainjob.yaml", "jobset.yaml"])
+def test_k8s_pods_train_to_the_digest_of_the_host(pods: Pods, forks: Forks, tmp_path: Path, what: str) -> None:
+    cluster = pods(what, SHORT)
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
     assert cluster.read("result.json")["digest"] == digest_by_forks(forks, tmp_path / "host", " ".join(SHORT))
