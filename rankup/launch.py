@@ -22,7 +22,7 @@ from rankup.env.node_env import Limits, read_node_env
 from rankup.env.rank_env import run_name
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError, disk_errors, need
 from rankup.places.files import RUNS, read_json
-from rankup.slurm import Start, restart_if_killed
+from rankup.slurm import Start, note_cause, restart_if_killed
 from rankup.state.copies import STATE, list_whole
 from rankup.urls import is_url
 
@@ -103,6 +103,8 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
+        if code >= 128:
+            note_cause(verdict.text)
     if not script.imports_rankup and code not in (FINISHED, STOPPED, USER_MISTAKE) and options.run_dir.is_dir():
         log.info("%s", what_next(options.run_dir))
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code

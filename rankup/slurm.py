@@ -19,21 +19,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.ends import End, cause_of
 from rankup.agent.logs import host_name
 from rankup.agent.processes import die_with_parent
 from rankup.agent.script import Script
 from rankup.env.allocation import Allocation, without_shape
 from rankup.env.rank_env import run_name
-from rankup.errors import FINISHED, JOIN_FAILED, STOPPED, UserError
-from rankup.places.files import read_json
+from rankup.errors import FINISHED, STOPPED, UserError
 from rankup.urls import is_url
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -54,7 +51,7 @@ class Start:
         self.stopping = self.ending = False  # somebody asked the job to stop; and it must not be requeued
         self.step: subprocess.Popen[str] | None = None  # srun, while the agents run
         self.mark = Path(f".slurm-{allocation.job_id}").absolute()
-        self.run, self.began = run_folder(given), time.time()
+        self.run = run_folder(given)
         self.elastic = given.nnodes is not None and (given.nnodes[0] < given.nnodes[1] or given.spares > 0)
         self.hosts = _scontrol("show", "hostnames", allocation.nodes).split()
         self._check(script)
@@ -102,19 +99,19 @@ class Start:
             if self.given.doctor and (code := self._doctor(nproc)) not in FIT and not self.stopping:
                 say(f"the doctor ended with {code} (20: nodes not fit, 30: not completed): the job does not train")
                 return code
-            code = self._train(nproc)
+            code, failed = self._train(nproc)
         at = max((int(path.name[5:]) for path in (self.run / "checkpoints").glob("step-*[0-9]")), default=0)
         say(f"start {self.job.restarts + 1} ended with {code} at step {at}")
         if code < 128 or (code != STOPPED and not self.ending and self._failed_before(at)):
             return code
-        return self._requeue(code, f" at step {at}", failed=self._failed_nodes(code))
+        return self._requeue(code, f" at step {at}", failed=failed)
 
     # The steps ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
         """Within the block a new file in the current folder shows whether all nodes see this folder, and not only one
-        of the same name. In an elastic job the agents write their exit codes to the file."""
+        of the same name. Then the agents write notes to it, see `note`."""
         try:
             self.mark.write_text("")
         except OSError as error:
@@ -181,18 +178,19 @@ class Start:
         where = ["--run-dir", self.given.run_dir]
         return self._agents(["--nproc", str(nproc), "--max-restarts", "0", *where, "-m", "rankup", "doctor", *where])
 
-    def _train(self, nproc: int) -> int:
-        """Run the agents of the job. Returns their exit code."""
+    def _train(self, nproc: int) -> tuple[int, set[str]]:
+        """Run the agents of the job. Returns their exit code, and the node that made them give up, if they name one."""
         nodes, words = self.job.num_nodes, ["--nproc", str(nproc), *self.given.line]
         shown = shlex.join(self._command(words[:len(words) - len(self.given.words) + 1]))  # arguments may be secret
         ranks = f"{nproc} rank{'s' if nproc > 1 else ''}{' on each' if nodes > 1 else ''}"
         say(f"{nodes} node{'s' if nodes > 1 else ''}, {ranks}: {shown}{' ...' if self.given.words[1:] else ''}")
-        if not self.elastic:
-            self.mark.unlink()
         code = self._agents(words)
-        if self.elastic and (said := self.mark.read_text().split()):
-            code = int(said[0])  # srun's own code may be that of a lost node
-        return STOPPED if self.stopping and code >= 128 else code
+        notes = [line.split() for line in self.mark.read_text().splitlines()]
+        codes, failed = ([text for kind, text in notes if kind == wanted] for wanted in ("code", "failed"))
+        if self.elastic and codes:
+            code = int(codes[0])  # srun's own code may be that of a lost node
+        code = STOPPED if self.stopping and code >= 128 else code
+        return code, {*failed[-1:]} & {*self.hosts} if code != STOPPED else set()
 
     def _agents(self, words: Sequence[str]) -> int:
         """Run an agent on each node, unless somebody has asked the job to stop. Returns their exit code."""
@@ -296,15 +294,6 @@ class Start:
         done = "leaves out" if subprocess.run(change, check=False).returncode == 0 else "can't leave out"
         say(f"the next start {done} {names}: {shlex.join(change)}")
 
-    def _failed_nodes(self, code: int) -> set[str]:
-        """Return the node whose rank made the agents give up, as the run's status tells it."""
-        path = self.run / "status.json"
-        status = read_json(path)
-        if code in (STOPPED, JOIN_FAILED) or status.get("code") != code or path.stat().st_mtime < self.began:
-            return set()
-        _, end = cause_of([End.read(entry) for entry in status["ranks"].values()])
-        return {end.host} & {*self.hosts} if end.explains else set()
-
 
 def run_folder(given: Namespace) -> Path:
     """Return the run's folder, from --run-dir and --name of `launch`, or of the script's arguments. A script's file of
@@ -338,24 +327,38 @@ def restart_if_killed(agent: Callable[[], int], *, max_restarts: int) -> int:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             return agent()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        code = code if code >= 0 else 128 - code
+        killed, code = code < 0, code if code >= 0 else 128 - code
         if code < 128 or code == STOPPED or restart > max_restarts or stopped:
             break
         say(f"the agent on {host_name()} ended with {code}, restarted ({restart} of {max_restarts})")
-    if code < 128:
-        _note(code)
+    if code >= 128:
+        if killed:
+            note("failed", os.environ.get("SLURMD_NODENAME", ""))
+    elif note("code", str(code)):
+        _release()
     return code
 
 
-def _note(code: int) -> None:
-    """Tell the batch script of an elastic job how the job ended. If its first node is lost, the job has no batch script
-    and would hold its other nodes to the time limit: requeue it, and it ends at once."""
+def note_cause(text: str) -> None:
+    """Note the node in the verdict of agents that gave up, such as "rank 1 on node1 ended with 137"."""
+    if found := re.match(r"rank \d+ on (\S+) ended with", text):
+        note("failed", found[1])
+
+
+def note(kind: str, text: str) -> bool:
+    """Tell the batch script the exit code of an agent, or the node that made the agents give up. Returns whether a
+    batch script waits for it."""
+    mark = Path(f".slurm-{os.environ.get('SLURM_JOB_ID')}")
+    if waits := mark.exists():
+        with mark.open("a") as file:
+            file.write(f"{kind} {text}\n")
+    return waits
+
+
+def _release() -> None:
+    """Requeue a job that has finished and has lost its first node. It has no batch script, would hold its other nodes
+    to the time limit, and ends at once if it is requeued."""
     job_id = os.environ.get("SLURM_JOB_ID", "")
-    mark = Path(f".slurm-{job_id}")
-    if not mark.exists():
-        return
-    with mark.open("a") as file:
-        file.write(f"{code}\n")
     shown = _fields(_scontrol("show", "job", job_id))
     if shown.get("BatchHost") and shown["BatchHost"] not in _scontrol("show", "hostnames", shown["NodeList"]).split():
         subprocess.run(["scontrol", "requeue", job_id], check=False)

@@ -22,7 +22,7 @@ BATCH = {
 ANSWERS: dict[str, Any] = {
     "look": {},  # of the first step: up (nodes), blind (nodes that lack all files), gpus (node -> number), hangs, code
     "codes": [],  # of the steps of agents; "waits" ends with 143 after SIGUSR1
-    "ended": "",  # what the agents write to the job's file
+    "writes": {},  # the files that the agents write, by name
     "job": "Restarts=0 JobState=RUNNING BatchFlag=1 ExcNodeList=(null)", "nodes": 30, "requeue": 0, "update": 0,
 }
 SLURM = f"""#!{sys.executable} -SE
@@ -54,8 +54,9 @@ if name == "srun" and "sh" in words:
 elif name == "srun":
     before = (stub / "steps").read_text().count(chr(10)) if (stub / "steps").exists() else 0
     note("steps", {{"words": words, "env": dict(os.environ)}})
-    if answers["ended"]:
-        pathlib.Path(".slurm-7").write_text(answers["ended"])
+    for file, text in answers["writes"].items():
+        pathlib.Path(file).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(file).write_text(text)
     code = answers["codes"][before]
     if code == "waits":
         note("signals", signal.sigwait([signal.SIGUSR1, signal.SIGTERM]).name)
@@ -92,6 +93,11 @@ class Scripted:
     def at(self, step: int) -> None:
         """Give the run a checkpoint of this step."""
         (self.run_dir / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+
+    def writes(self, files: dict[str, str]) -> None:
+        """Make the agents write these files."""
+        path = self.folder / "answers.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "writes": files}))
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "rankup", "launch", *(words or ("train.py",))]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rankup.agent.logs import host_name
 from tests.rigs.containers import clean_environment
 from tests.rigs.jobs import ROOT, wait_for
 from tests.rigs.slurm_script import Scripted
@@ -117,12 +118,14 @@ def test_slurm_job_ends_with_its_agents_code_and_requeues_codes_to_retry(
     assert f"start 1 ended with {code} at step 40" in said
 
 
-@pytest.mark.parametrize(("ended", "code", "requeues"), [("0\n0\n", 0, 0), ("1\n", 1, 0), ("", 137, 1)])
+@pytest.mark.parametrize(
+    ("ended", "code", "requeues"), [("code 0\ncode 0\n", 0, 0), ("failed big8\ncode 1\n", 1, 0), ("", 137, 1)]
+)
 def test_slurm_elastic_job_ends_with_the_code_that_its_agents_wrote(
     ended: str, code: int, requeues: int, tmp_path: Path
 ) -> None:
     """srun's own code is that of a lost node. Agents write no code if the job is to be resumed."""
-    job = Scripted(tmp_path, 137, answers={"ended": ended})
+    job = Scripted(tmp_path, 137, answers={"writes": {".slurm-7": ended}})
     end, said = job.launch("--nnodes", "2:3", "train.py")
     assert (end, len(job.requeued())) == (code, requeues), said
     assert not list(tmp_path.glob(".slurm-*"))
@@ -260,18 +263,7 @@ def test_slurm_requeued_job_leaves_out_the_node_that_failed(
     answers: dict[str, Any], words: str, updates: list[str], says: str, tmp_path: Path
 ) -> None:
     """The agents gave up after rank 1 had failed on big8 again and again."""
-    entry = '{"rank": %d, "host": "%s", "code": %d, "why": "", "step": 3, "told": %s}'
-    ranks = f'{{"0": {entry % (0, "big7", 171, "true")}, "1": {entry % (1, "big8", 137, "false")}}}'
-    job = Scripted(tmp_path, 137, answers=answers)
-    job.run_dir.mkdir(parents=True)
-    # The agents write it; scontrol, which is called first, stands in for them
-    status = f"printf '%s' '{{\"code\": 137, \"ranks\": {ranks}}}' > {job.run_dir}/status.json"
-    own = tmp_path / "bin" / "srun"
-    own.rename(tmp_path / "bin" / "srun-")
-    own.write_text(f'#!/bin/sh\n{status}\nexec -a srun {tmp_path}/bin/srun- "$@"\n'.replace("#!/bin/sh", "#!/bin/bash"))
-    own.chmod(0o755)
-    (tmp_path / "bin" / "srun-").write_text(own.with_name("srun-").read_text().replace(
-        "os.path.basename(sys.argv[0])", "os.path.basename(sys.argv[0]).rstrip('-')"))
+    job = Scripted(tmp_path, 137, answers={"writes": {".slurm-7": "failed big7\nfailed big8\n"}, **answers})
     code, said = job.launch(*words.split(), "train.py")
     assert (code, job.asked("scontrol", "update"), says in said) == (137, updates, True), said
 
@@ -364,7 +356,8 @@ def test_slurm_here_starts_ranks_on_this_node_alone(tmp_path: Path) -> None:
 
 # In each task ---------------------------------------------------------------------------------------------------------
 
-IN_STEP = {**clean_environment(), "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+IN_STEP = {**clean_environment(), "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+           "SLURMD_NODENAME": "big9"}
 TASK = """
 import os, signal, sys, time
 from rankup.slurm import restart_if_killed
@@ -385,10 +378,22 @@ sys.exit(restart_if_killed(agent, max_restarts=2))
     ids=["finished", "mistake", "stopped", "gave up", "killed", "a stop was on its way"],
 )
 def test_slurm_task_restarts_an_agent_after_codes_to_retry(body: str, code: int, starts: int, tmp_path: Path) -> None:
+    (tmp_path / ".slurm-7").touch()
     words = [sys.executable, "-c", TASK.format(body=body)]
     done = subprocess.run(words, env=IN_STEP, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.count("start")) == (code, starts), done.stderr
     assert done.stderr.count(", restarted (") == starts - 1
+    noted = {0: "code 0\n", 2: "code 2\n", 137: "failed big9\n"}  # an agent that gives up names the node itself
+    assert (tmp_path / ".slurm-7").read_text() == noted.get(code, "")
+
+
+def test_slurm_agent_that_gives_up_names_the_node_of_the_rank_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    (tmp_path / ".slurm-7").touch()
+    one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
+    words = [sys.executable, "-m", "rankup", "launch", "--max-restarts", "0", "train.py"]
+    assert subprocess.run(words, env={**IN_STEP, **one}, cwd=tmp_path, check=False).returncode == 137
+    assert (tmp_path / ".slurm-7").read_text() == f"failed {host_name()}\n"
 
 
 def test_slurm_agent_ends_with_its_task(tmp_path: Path) -> None:
@@ -416,4 +421,4 @@ def test_slurm_finished_agents_requeue_a_job_without_its_first_node(
     words = [sys.executable, "-c", TASK.format(body=f"return {code}")]
     done = subprocess.run(words, env={**job.env, "SLURM_STEP_ID": "0"}, cwd=tmp_path, check=False)
     assert (done.returncode, len(job.requeued())) == (code, requeues)
-    assert (tmp_path / ".slurm-7").read_text() == (f"{code}\n" if code < 128 else "")
+    assert (tmp_path / ".slurm-7").read_text() == (f"code {code}\n" if code < 128 else "")

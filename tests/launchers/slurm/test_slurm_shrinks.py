@@ -1,5 +1,5 @@
-"""A job of two to three nodes loses a node, continues with two at once, and with three after a requeue. Its losses stay
-those of one process."""
+"""On three nodes: a job of two to three loses a node, continues with two at once, and with three after a requeue; its
+losses stay those of one process. A job of two is requeued without the node that failed."""
 
 import json
 from collections.abc import Iterator
@@ -85,3 +85,18 @@ def test_slurm_elastic_job_loses_a_node_and_gets_it_back(
     largest = max(abs(ours - one) / one for ours, one in zip(found, alone, strict=True))
     print(f"loss within {largest:.1e}")
     assert largest < 1e-5
+
+
+def test_slurm_requeued_job_runs_on_other_nodes_than_the_one_that_failed(three: Cluster, tmp_path: Path) -> None:
+    three.idle()
+    slow = (ROOT / "tests/rigs/slow_steps.py").read_text()
+    (tmp_path / "slow.py").write_text(slow)
+    job = three.submit(tmp_path, f"{LINE} --workload slow:build", launch="--max-restarts 0")
+    job.wait_for_step(20)
+    assert job.show()["NodeList"] == "node[0-1]"
+    job.kill_rank("node1")
+    wait_for("the requeue", lambda: job.show()["Restarts"] == "1", log=job.log)
+    job.wait_for_text("the next start leaves out node1: scontrol update")
+    assert job.wait() == "COMPLETED", job.log()
+    assert (job.show()["ExcNodeList"], job.show()["NodeList"]) == ("node1", "node[0,2]"), job.log()
+    three.idle()
