@@ -65,7 +65,8 @@ def k8s_variables(given: Namespace, variables: dict[str, Any], folder: Path) -> 
 
 def _claim_in(volume: Path) -> str:
     """Return the claim in a volume.yaml that is there already, which all jobs of the repository share, or ""."""
-    found = re.search(r"(?m)^(?:metadata: \{|  )name: ([a-z0-9.-]+)", volume.read_text()) if volume.is_file() else None
+    text = volume.read_text(errors="replace") if volume.is_file() else ""
+    found = re.search(r"(?m)^kind: PersistentVolumeClaim.*\nmetadata:(?: \{|\n  )name: ([a-z0-9.-]+)", text)
     return found[1] if found else ""
 
 

@@ -184,6 +184,11 @@ def test_k8s_volume_claims_fit_the_schemas(tmp_path: Path) -> None:
     assert claims("--data=images") == [{"mine-runs", "mine-data"}] * 2
     assert claims("--data=images", "--data-claim=big") == [{"mine-runs", "big"}, {"mine-runs"}]
     assert claims("--name=other") == [{"mine-runs"}] * 2  # the volume is there already
+    (tmp_path / "k8s" / "volume.yaml").write_text("kind: ConfigMap\nmetadata:\n  name: foreign\n---\n"
+                                                  "kind: PersistentVolumeClaim\nmetadata:\n  name: own\n")
+    assert claims("--name=other") == [{"own"}] * 2
+    (tmp_path / "k8s" / "volume.yaml").write_text("kind: ConfigMap\nmetadata:\n  name: foreign\n")
+    assert claims("--name=other") == [{"other-runs"}] * 2
 
 
 def test_k8s_board_gives_a_valid_pod() -> None:
