@@ -19,7 +19,7 @@ import jinja2
 from rankup.errors import UserError
 from rankup.files import KINDS
 from rankup.files.k8s import k8s_variables
-from rankup.files.repository import Origin, Packages, activation, find_origin, find_packages
+from rankup.files.repository import PIP, Origin, Packages, activation, find_origin, find_packages
 from rankup.places.files import staged
 
 IN_IMAGE = "/work"  # the repository in an image; its runs/ is a link to /runs, where launch files mount the runs
@@ -209,14 +209,13 @@ def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]
     known = vendored or "rankup" in (packages.names or ())
     origin = Origin("") if known else find_origin(metadata.distribution("rankup"))
     wheel = origin.wheel.name if origin.wheel else ""
-    pip = f"UV_PYTHON={packages.environment} uv pip install" if packages.environment else "python -m pip install"
     python = f"python:3.{sys.version_info[1]}-slim-bookworm"
     from_src = (folder / "src").is_dir() and not packages.project
     variables |= {
         "packages": packages, "own_base": own_base, "wheel": wheel,
         "dockerfile": given.dockerfile or ("Dockerfile.rankup" if theirs else "Dockerfile"),
         "base": f"{variables['name']}-base" if own_base else given.base or python,
-        "install_rankup": f"{pip} {f'/tmp/{wheel}' if wheel else shlex.quote(origin.requirement)}" if not known else "",
+        "install_rankup": f"{PIP} {f'/tmp/{wheel}' if wheel else shlex.quote(origin.requirement)}" if not known else "",
         "apt": [*given.apt, *(["git"] if "git+" in origin.requirement else [])],
         "pythonpath": ":".join([IN_IMAGE] * vendored + [f"{IN_IMAGE}/src"] * from_src),
     }
