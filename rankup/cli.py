@@ -5,6 +5,7 @@ Each command imports what it needs inside its function, so that help takes milli
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import math
@@ -84,29 +85,28 @@ class AddParser(Parser):
         """Parse as `Parser.parse` does. `script` of the result: the script and its words. `line`: the command."""
         at = 0
         takes_value = {flag for action in self._actions if action.nargs != 0 for flag in action.option_strings}
-        while at < len(words) and (words[at] in files.KINDS or re.match(r"-(?!m?$|-$)", words[at])):
+        while at < len(words) and words[at] not in ("-m", "--") and (words[at] in files.KINDS or words[at][:1] == "-"):
             at += 2 if words[at] in takes_value else 1
         given, script = super().parse(words[:at]), list(words[at:])
-        own = [word for word in script[1:] if word.partition("=")[0] in self.flags]
-        if own and not self._takes(script[0], own[0]):
-            raise UserError(
-                f"add: {own[0]} must stand before {script[0]}, because the script gets all words after its name. "
-                f"To pass it to the script: -- {shlex.join(script)}"
-            )
-        given.script = script[1:] if script[:1] == ["--"] else script
+        if script[:1] != ["--"]:
+            for word in script[1:]:
+                if (flag := word.partition("=")[0]) in self.flags and not self._has(script[0], flag):
+                    raise UserError(
+                        f"add: {flag} must stand before {script[0]}, because the script gets all words after its name. "
+                        f"If the script has this option: rankup add {shlex.join([*words[:at], '--', *script])}"
+                    )
+        given.script = script[script[:1] == ["--"]:]
         kept = [word for word in words[:at] if word not in ("--diff", "--stdout")]
         given.line = shlex.join(["rankup", "add", *kept, *script])
         return given
 
     @staticmethod
-    def _takes(script: str, flag: str) -> bool:
-        """Return whether the script itself seems to have an option of this name, or wants all words."""
-        name = flag.partition("=")[0].lstrip("-")
-        try:
-            text = Path(script).read_text(errors="replace")
-        except OSError:
-            return script == "--"
-        return bool(re.search(rf"\b{name}\b", text.replace("-", "_")))
+    def _has(script: str, flag: str) -> bool:
+        """Return whether the script seems to have an option of this name."""
+        name = flag.lstrip("-").replace("-", "[-_]")
+        with contextlib.suppress(OSError):
+            return bool(re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", Path(script).read_text(errors="replace")))
+        return False
 
 
 def _unknown(what: str, word: str, known: Sequence[str]) -> str:

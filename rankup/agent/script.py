@@ -27,6 +27,13 @@ SAFE = {
 }
 
 
+# Modules through which ranks exchange data
+GROUPS = re.compile(
+    rb"torch\.distributed|from torch import .*\bdistributed\b|\b(rankup|lightning|pytorch_lightning|accelerate|trl|ray|"
+    rb"deepspeed|transformers|horovod|mpi4py|colossalai|composer|megatron|torchtitan|fairscale|ignite|jax)\b"
+)
+
+
 @dataclass(frozen=True)
 class Script:
     """The user's script and its arguments. `program`: "-m" and a module, or an absolute path. `words`: the arguments.
@@ -58,6 +65,12 @@ class Script:
             # Only top-level statements: an import under a condition may never run
             if any(package in _packages(tree.body) for tree in self._trees(package)):
                 must_be_started_by(package, environ, world_size=world_size, script=self.name)
+
+    @functools.cached_property
+    def names_a_group(self) -> bool:
+        """Whether the script or a file of its own names a module that connects ranks, or can't be read."""
+        texts = [_read(file) for file in (self.file, *self._neighbours)]
+        return not texts[0] or any(GROUPS.search(text) for text in texts)
 
     @functools.cached_property
     def imports_rankup(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 
+from rankup.agent.script import Script
 from rankup.errors import UserError
 from rankup.files import KINDS
 from rankup.files.k8s import k8s_variables
@@ -101,6 +102,11 @@ def plan_files(given: Namespace, folder: Path) -> Plan:
         "gpu_ids": lambda rank: [str(rank * gpus + number) for number in range(gpus)],
         "uid": os.getuid() or 1000, "gid": os.getgid() or 1000, "in_image": IN_IMAGE,
     }
+    if (most > 1 or gpus > 1) and not Script.find(words).names_a_group:
+        plan.notes.append(
+            f"script  {module or words[0]} names no torch.distributed: each of its ranks would train alone, "
+            "and all write the same files. Give --nodes 1, or see train/migrate.md"
+        )
     kinds = given.kinds or KINDS
     if given.file and len(kinds) > 1:
         raise UserError("add: --file must come with one kind of launch file: compose, slurm or k8s.")
