@@ -5,7 +5,7 @@ FROM rankup:runtime AS wheel
 # hadolint ignore=DL3002
 USER 0:0
 RUN --mount=type=bind,source=docker,target=/opt/rankup/docker \
-    --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
+    --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=secret,id=ca \
     if ls /opt/rankup/docker/horovod/*.tar.gz > /dev/null 2>&1; then \
       export PIP_NO_INDEX=1 PIP_FIND_LINKS=/opt/rankup/docker/horovod; \

@@ -45,7 +45,7 @@ build() { # DOCKERFILE IMAGE [OPTION...]: build the image, and remove it if it d
   shift 2
   before=$(docker image inspect -f '{{.Id}}' "$image" 2> /dev/null || true)
   docker buildx build --load --file "$dockerfile" --tag "$image" "${labels[@]}" "$@" \
-    --secret "id=pip_conf,src=$(setting PIP_CONF /dev/null)" --secret "id=ca,src=$(setting PIP_CA /dev/null)" .
+    --secret "id=pip,src=$(setting PIP_CONF /dev/null)" --secret "id=ca,src=$(setting PIP_CA /dev/null)" .
   [[ $(docker image inspect -f '{{.Id}}' "$image") != "$before" ]] || return 0
   log=$(mktemp)
   # Run it as a user that the image does not know and that may write only to /tmp
@@ -61,7 +61,7 @@ raise SystemExit(main("train --dataset digits --max-steps 2 --run-dir /tmp/runs"
   replaced+=("${before:-none}")
 }
 
-image=$(docker compose config --images | sed -n 1p) # IMAGE, or rankup:TARGET
+image=$(setting IMAGE "rankup:$target")
 arguments=(--build-arg "BASE_IMAGE=$base" --build-arg "TORCH_INDEX=$(setting TORCH_INDEX)"
   --build-arg "EXTRAS=$(setting EXTRAS)")
 if [[ $target == runtime ]]; then

@@ -38,6 +38,8 @@ for file in ${files//:/ }; do
 done
 export COMPOSE_FILE=${files/compose.yaml/compose.yaml:$nodes_file} COMPOSE_PROFILES=$num_nodes
 if [[ -n $(setting IMAGE) ]]; then docker/host/setup.sh; else docker/image.sh; fi
+target=$(setting TARGET)
+if [[ -n $target && -z $(setting IMAGE) ]]; then export IMAGE=rankup:$target TMP=exec,mode=1777,size=2g; fi
 # Compose knows a project only by its name, so these nodes would replace those of another checkout's job
 while read -r folder; do
   [[ $folder -ef . ]] || fail "a job of $folder runs under the same name: COMPOSE_PROJECT_NAME=second make up"

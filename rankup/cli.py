@@ -288,7 +288,7 @@ def launch(given: argparse.Namespace) -> int:
     option("--file", "FILE", "where to write the launch file (compose.yaml, or named after SCRIPT)"),
     option("--dockerfile", "FILE", "where to write the Dockerfile (Dockerfile)"),
     option("--diff", bool, "write nothing: compare with what is there; alone: with every file that add wrote"),
-    option("--stdout", bool, "write nothing: print the files"),
+    option("--stdout", bool, "write nothing: print the launch files"),
     parser=AddParser,
 )
 def add(given: argparse.Namespace) -> None:

@@ -38,11 +38,13 @@ ENVIRONMENT.filters |= {"tojson": lambda value: json.dumps(value, ensure_ascii=F
 
 @dataclass(frozen=True)
 class File:
-    """A launch file: its path in the repository, and its text, or the bytes of a wheel."""
+    """A file to write: its path in the repository, and its text, or the bytes of a wheel. `launches`: whether the user
+    starts a job with it, unlike with a Dockerfile."""
 
     path: str
     content: str = ""
     wheel: bytes = b""
+    launches: bool = True
 
     @property
     def bytes(self) -> bytes:
@@ -72,7 +74,7 @@ def add(given: Namespace, folder: Path, parse: Parse) -> str:
     if given.diff:
         return "".join(_difference(folder / file.path, file.content) for file in plan.texts)
     if given.stdout:
-        return "".join(file.content for file in plan.texts)
+        return "".join(file.content for file in plan.texts if file.launches)
     said = [f"add: {note}" for note in plan.notes]
     present = [file for file in plan.files if (folder / file.path).exists()]
     absent = [file for file in plan.files if file not in present]
@@ -213,7 +215,7 @@ def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]
             plan.notes.append(f"packages  {packages.file} does not name torch: rankup brings its newest version")
     vendored = (folder / "rankup" / "__init__.py").is_file()
     known = vendored or "rankup" in (packages.names or ())
-    origin = Origin("") if known else find_origin(metadata.distribution("rankup"))
+    origin = Origin("") if known or given.stdout else find_origin(metadata.distribution("rankup"))
     wheel = origin.wheel.name if origin.wheel else ""
     python = f"python:3.{sys.version_info[1]}-slim-bookworm"
     from_src = (folder / "src").is_dir() and not packages.project
@@ -225,8 +227,8 @@ def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]
         "apt": [*given.apt, *(["git"] if "git+" in origin.requirement else [])],
         "pythonpath": ":".join([IN_IMAGE] * vendored + [f"{IN_IMAGE}/src"] * from_src),
     }
-    plan.files += [File(variables["dockerfile"], render("Dockerfile", variables)),
-                   File(".dockerignore", render("dockerignore", variables))]
+    plan.files += [File(variables["dockerfile"], render("Dockerfile", variables), launches=False),
+                   File(".dockerignore", render("dockerignore", variables), launches=False)]
     if origin.wheel:
         plan.files.append(File(wheel, wheel=origin.wheel.read_bytes()))
 

@@ -104,7 +104,8 @@ def test_options_reach_the_files(repository: Path, capsys, tmp_path: Path) -> No
     node = yaml.safe_load((repository / "compose.yaml").read_text())["services"]["node3"]
     assert node["command"].split()[-3:-1] == ["2:4", "train.py"]
     assert node["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] == ["6", "7"]
-    assert f"{tmp_path}/shared:{tmp_path}/shared:ro" in node["volumes"]
+    mounts = {each["source"]: each["target"] for each in node["volumes"] if each.get("read_only")}
+    assert mounts == {"./points": "/".join(["", "work", "points"]), f"{tmp_path}/shared": f"{tmp_path}/shared"}
     batch = (repository / "train.sbatch").read_text()
     assert "#SBATCH --nodes=2-4\n" in batch
     assert "\n#SBATCH --gpus-per-node=2 " in batch

@@ -7,6 +7,7 @@ import re
 import secrets
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import Any
 
 import psutil
 
+from rankup.files.add import IN_IMAGE
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import FOREIGN, ROOT, environ_of, last_step, result, wait_for
 
 # Variables of compose.yaml that a user's shell or .env may set
-SETTINGS = ("ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTART",
-            "COMPOSE_PROFILES", "COMPOSE_FILE")
+SETTINGS = ("ARGS", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "TMP", "MEMORY", "RESTART", "COMPOSE_PROFILES",
+            "COMPOSE_FILE")
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -70,13 +72,20 @@ def rank_of(process: psutil.Process) -> int | None:
 
 
 class Project:
-    """One compose project. `runs` is a folder on the host to which the nodes write."""
+    """One compose project. `runs` is a folder on the host to which the nodes write. `add`: the words of a `rankup add
+    compose` whose file it uses instead of compose.yaml, in the folder `where`."""
 
-    def __init__(self, folder: Path, **env: str) -> None:
+    def __init__(self, folder: Path, *, add: str = "", where: Path = ROOT, **env: str) -> None:
         self.name = f"rankup-test-{secrets.token_hex(4)}"
         self.folder, self.runs = folder, folder / "runs"
         self.env = {"RUNS": str(self.runs), "RESTART": "on-failure:50", **env}
         self.files = ["-f", str(ROOT / "compose.yaml")]
+        if add:
+            image = "--name rankup --image rankup:runtime --base none"
+            words = [sys.executable, "-m", "rankup", "add", "compose", "--stdout", *f"{image} {add}".split()]
+            self.files = ["-f", str(folder / "compose.yaml")]
+            done = subprocess.run(words, cwd=where, stdout=subprocess.PIPE, check=True)
+            (folder / "compose.yaml").write_bytes(done.stdout)
 
     def add(self, name: str) -> None:
         """Also use this file of docker/, such as compose.nodes.yaml."""
@@ -90,7 +99,7 @@ class Project:
 
     def slow(self, *nodes: str) -> None:
         """Let these nodes (default: node0 and node1) find the workload slow_steps:build."""
-        mount = f"{ROOT}/tests/rigs/slow_steps.py:/app/slow_steps.py:ro"
+        mount = f"{ROOT}/tests/rigs/slow_steps.py:{IN_IMAGE}/slow_steps.py:ro"
         self.override(json.dumps({"services": {node: {"volumes": [mount]} for node in nodes or ("node0", "node1")}}))
 
     def compose(self, *words: str, check: bool = True, timeout_s: float = 400, **env: str) -> str:
@@ -179,9 +188,9 @@ def warned(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def project(folder: Path, **env: str) -> Iterator[Project]:
+def project(folder: Path, *, add: str = "", where: Path = ROOT, **env: str) -> Iterator[Project]:
     """A project whose containers, networks and volumes are always removed."""
-    made = Project(folder, **env)
+    made = Project(folder, add=add, where=where, **env)
     try:
         yield made
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rankup.files.add import IN_IMAGE
 from tests.rigs.containers import Project, clean_environment, digest_by_forks, docker, project, wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
@@ -56,20 +57,11 @@ def test_three_nodes_train_to_the_weights_of_the_host(trained: Project, forks: F
 def test_node_runs_own_code_with_no_more_rights_than_training_needs(
     nodes: Project, tmp_path: Path
 ) -> None:
-    """The code and the data are mounted, so no image is built."""
-    for name in ("code", "data"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "code" / "throws.py").write_text(workload("train/workloads/README.md"))
-    text = (ROOT / "docker" / "compose.own.yaml").read_text()
-    for ours, theirs in (
-        ("my_job:build", "throws:build"),
-        ("./my_code", str(tmp_path / "code")),
-        ("./my_data", str(tmp_path / "data")),
-    ):
-        assert ours in text
-        text = text.replace(ours, theirs)
-    nodes.override(text)
-    nodes.up(ARGS="--epochs 100000 --batch-size 64 --name throws --options.width 32")
+    """The code is mounted, so no image is built."""
+    (tmp_path / "throws.py").write_text(workload("train/workloads/README.md"))
+    mount = f"volumes: ['{tmp_path}/throws.py:{IN_IMAGE}/throws.py:ro']"
+    nodes.override(f"services: {{node0: {{{mount}}}, node1: {{{mount}}}}}")
+    nodes.up(ARGS="--workload throws:build --epochs 100000 --batch-size 64 --name throws --options.width 32")
     wait_for("two lines of progress", lambda: nodes.logs().count("samples/s") >= 2, log=nodes.logs)
     assert nodes.state("node0")["Status"] == "running"
     assert "data   throws, 2,000 + 501 samples" in nodes.logs()
@@ -82,7 +74,7 @@ def test_node_runs_own_code_with_no_more_rights_than_training_needs(
     assert host["RestartPolicy"]["Name"] == "on-failure"
     assert host["RestartPolicy"]["MaximumRetryCount"] > 0
     limits = "grep -E 'CapEff|NoNewPrivs|Max open' /proc/1/status /proc/1/limits"
-    inside = f"touch /app/x /opt/x 2>&1; id -u; {limits}; df -m /dev/shm"
+    inside = f"touch {IN_IMAGE}/x /opt/x 2>&1; id -u; {limits}; df -m /dev/shm"
     said = docker("exec", f"{nodes.name}-node1-1", "sh", "-c", inside)
     assert said.count("Read-only file system") == 2
     assert "54321" in said
@@ -95,7 +87,7 @@ def test_dockerfile_of_three_lines_builds_on_the_image(tmp_path: Path, image: st
     context = tmp_path / "mine"
     context.mkdir()
     (context / "throws.py").write_text(workload("train/workloads/README.md"))
-    lines = f'FROM {image}\nCOPY throws.py /app/\nCMD ["train", "--workload", "throws:build", "--max-steps", "5"]\n'
+    lines = f'FROM {image}\nCOPY throws.py ./\nCMD ["train", "--workload", "throws:build", "--max-steps", "5"]\n'
     name = f"rankup-test-{secrets.token_hex(4)}:mine"
     try:
         (context / "Dockerfile").write_text(lines)
@@ -135,7 +127,8 @@ def test_compile_works_in_the_image_with_a_compiler(nodes: Project, tmp_path: Pa
     # take three times as long as everything that this job compiles
     settings = {"VEC_ISA_OK": 1, "COMPILE_THREADS": 1, "CPP_CACHE_PRECOMPILE_HEADERS": 0}
     (tmp_path / "settings.env").write_text("".join(f"TORCHINDUCTOR_{name}={on}\n" for name, on in settings.items()))
-    alone = {"TARGET": "compile", "NNODES": "1", "ENV_FILE": str(tmp_path / "settings.env")}
+    image = {"IMAGE": "rankup:compile", "TMP": "exec,mode=1777,size=2g"}
+    alone = {"NNODES": "1", "ENV_FILE": str(tmp_path / "settings.env"), **image}
     nodes.up("node0", ARGS=JOB.replace("--max-steps 60", "--max-steps 2 --compile"), **alone)
     assert nodes.codes("node0", timeout_s=900) == [0], nodes.logs()
 

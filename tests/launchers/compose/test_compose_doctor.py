@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1200)]
 
 def doctor(folder: Path, limits: str) -> tuple[list[int], str, dict[str, Any]]:
     """Run the doctor. Return the exit codes, the log without line breaks and prefixes, and the report."""
-    with project(folder, RESTART="no", SCRIPT="train/main.py doctor", ARGS="--name job") as made:
+    with project(folder, add="train/main.py doctor", RESTART="no", ARGS="--name job") as made:
         made.override(f"services: {{node1: {{{limits}}}}}")
         made.up()
         codes = made.codes()

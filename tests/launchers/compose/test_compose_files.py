@@ -64,10 +64,8 @@ def test_launch_file_says_what_it_is_how_to_run_it_and_what_to_edit(path: Path) 
 
 @engine
 def test_compose_takes_folders_by_their_plain_names() -> None:
-    mounts = config(RUNS="out", CODE="mine")["services"]["node1"]["volumes"]
-    assert {each["target"]: (each["type"], each["source"]) for each in mounts} == {
-        "/app/runs": ("bind", str(ROOT / "out")), "/code": ("bind", str(ROOT / "mine"))
-    }
+    mounts = config(RUNS="out")["services"]["node1"]["volumes"]
+    assert {each["target"]: (each["type"], each["source"]) for each in mounts} == {"/runs": ("bind", str(ROOT / "out"))}
 
 
 @engine
@@ -125,11 +123,8 @@ def test_compose_settings_reach_the_nodes() -> None:
     settings = {"NNODES": "4", "NPROC": "2", "ARGS": "--epochs 5 --model resnet18 --name 'a b'"}
     node = config("compose.nodes.yaml", **settings)["services"]["node3"]
     assert node["environment"]["WORLD_SIZE"] == "4"
-    assert node["environment"]["NPROC"] == "2"
-    train = ["train/main.py", "train"]
+    train = ["--nproc", "2", "train/main.py", "train"]
     assert node["command"] == [*train, "--epochs", "5", "--model", "resnet18", "--name", "a b"]
-    own = config(SCRIPT="--work-dir runs/work /code/train.py", ARGS="--lr 1")["services"]["node0"]["command"]
-    assert own == ["--work-dir", "runs/work", "/code/train.py", "--lr", "1"]
 
 
 def test_compose_has_none_of_the_known_traps() -> None:

@@ -96,14 +96,11 @@ def test_node_cut_off_the_network_is_named_and_rejoins(
 def test_two_of_three_nodes_continue_without_node_0_and_readmit_it(tmp_path: Path) -> None:
     """The job has a secret. It trains until the test stops it."""
     job = SLOW.replace(f"--max-steps {STEPS}", "--epochs 1000")
-    script = "--nnodes 2:3 --wait-for-node 1 train/main.py train"
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
     os.chown(secret, 1000, 1000)  # the user of the nodes if root starts them
-    where = {"NNODES": "3", "COMPOSE_PROFILES": "3", "RANKUP_SECRET_FILE": str(secret)}
-    with project(tmp_path, ARGS=job, SCRIPT=script, **where) as made:
-        made.add("compose.nodes.yaml")
+    with project(tmp_path, add="--nodes 2:3 train/main.py train", ARGS=job, RANKUP_SECRET_FILE=str(secret)) as made:
         made.slow("node0", "node1", "node2")
         made.up()
 

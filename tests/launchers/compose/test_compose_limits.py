@@ -14,18 +14,24 @@ from tests.rigs.containers import Project, project, wait_for
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1200)]
 JOB = "--dataset digits --model mlp --name job"
-SCRIPT = "--join-timeout-s 6 train/main.py train"
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Project]:
-    with project(tmp_path, RESTART="no", SCRIPT=SCRIPT, ARGS=JOB) as made:
+    with project(tmp_path, RESTART="no", ARGS=JOB) as made:
         yield made
+
+
+def wait_for_peers(nodes: Project, seconds: int) -> None:
+    """Let each node wait as long as this for the other one."""
+    command = f"command: --join-timeout-s {seconds} train/main.py train {JOB}"
+    nodes.override(f"services: {{node0: {{{command}}}, node1: {{{command}}}}}")
 
 
 def test_closed_port_is_still_named_after_node0_and_its_name_are_gone(nodes: Project) -> None:
     nodes.override('services: {node1: {environment: {MASTER_PORT: "29499"}}}')
-    nodes.up(SCRIPT=SCRIPT.replace("timeout-s 6", "timeout-s 3000"))
+    wait_for_peers(nodes, 3000)
+    nodes.up()
     refused, gone = "node0:29499 refuses the connection", 'By now the name "node0" does not resolve here'
     wait_for("the refusal", lambda: f"still waiting: {refused}" in nodes.logs(), log=nodes.logs)
     nodes.kill_container("node0")
@@ -33,15 +39,19 @@ def test_closed_port_is_still_named_after_node0_and_its_name_are_gone(nodes: Pro
     assert all(refused in line for line in nodes.logs().splitlines() if gone in line)  # the cause comes first
 
 
-def test_runs_folder_of_another_user_is_refused_by_name(nodes: Project) -> None:
-    nodes.runs.mkdir()
-    nodes.runs.chmod(0o755)
-    subprocess.run(["chown", "4242:4242", nodes.runs], check=True)
-    nodes.up(RANKUP_UID="1000", RANKUP_GID="1000")
+def test_nodes_train_as_the_owner_of_runs_and_refuse_a_run_of_another_user(nodes: Project) -> None:
+    run = nodes.runs / "job"
+    run.mkdir(parents=True)
+    run.chmod(0o755)
+    os.chown(nodes.runs, 4242, 4242)
+    nodes.up(RANKUP_UID="1000", RANKUP_GID="1000", ARGS=f"{JOB} --max-steps 2")
     assert nodes.codes() == [2, 2], nodes.logs()
     for node in ("node0", "node1"):  # in the last lines, which Kubernetes keeps as a pod's message
         assert "run_dir: runs/job/logs must be writable" in nodes.compose("logs", "--no-log-prefix", node)[-2048:]
-    assert nodes.runs.stat().st_uid == 4242
+    os.chown(run, 4242, 4242)
+    nodes.up()
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert {path.stat().st_uid for path in (nodes.runs, *run.rglob("*"))} == {4242}
 
 
 def test_container_out_of_memory_and_full_disk_cost_no_checkpoint(nodes: Project) -> None:

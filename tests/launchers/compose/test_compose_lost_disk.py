@@ -33,7 +33,7 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
     os.chown(own, 1000, 1000)
     with project(tmp_path, ARGS=SLOW) as made:
         made.slow()
-        made.override(f"services: {{node1: {{volumes: ['{own}:/app/runs']}}}}")
+        made.override(f"services: {{node1: {{volumes: ['{own}:/runs']}}}}")
         yield made
 
 

@@ -18,7 +18,8 @@ from tests.rigs.jobs import ROOT
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(900)]
 
-# "1:5:171,0" means that node 1 works for 5 s and ends with 171, and after its restart with 0. runs/ counts the starts.
+# It takes the place of `python -m rankup launch`. "1:5:171,0" means that node 1 works for 5 s and ends with 171, and
+# after its restart with 0. runs/ counts the starts.
 NODE = """#!/bin/sh
 for spec in "$@"; do [ "${spec%%:*}" = "$RANK" ] && own=${spec#*:}; done
 times=$(cat "runs/$RANK" 2> /dev/null || echo 0)
@@ -36,14 +37,14 @@ exit "$1"
 def stub(tmp_path_factory: pytest.TempPathFactory, image: str) -> Iterator[str]:
     """An image whose nodes sleep and exit as ARGS tells them."""
     context = tmp_path_factory.mktemp("stub")
-    (context / "node.sh").write_text(NODE)
-    shutil.copy(ROOT / "docker" / "prepare.sh", context)
+    (context / "python").write_text(NODE)
     (context / "rankup").mkdir()
     shutil.copy(ROOT / "rankup" / "errors.py", context / "rankup")  # up.sh asks errors.py which exit code counts
     (base,) = re.findall(r"(?m)^ARG BASE_IMAGE=(.+)", (ROOT / "docker/Dockerfile").read_text())
     base = (ROOT / ".env").read_text().partition("BASE_IMAGE=")[2].partition("\n")[0] or base
     (context / "Dockerfile").write_text(
-        f"FROM {base}\nWORKDIR /app\nCOPY node.sh prepare.sh ./\nCOPY rankup ./rankup\n"
+        f"FROM {base}\nWORKDIR /stub\nRUN mkdir -m 1777 /runs && ln -s /runs runs\n"
+        "COPY --chmod=755 python /usr/local/bin/\nCOPY rankup ./rankup\n"
     )
     name = f"rankup-test-stub:{secrets.token_hex(4)}"
     docker("build", "-q", "-t", name, context, DOCKER_BUILDKIT="1")
