@@ -1,0 +1,102 @@
+"""Repositories of users in real containers, with nothing of rankup but its wheel. `rankup add` writes files, compose
+builds the image and trains, a rank is killed, and the weights equal those of the same script on this machine."""
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs import own_venv, repositories
+from tests.rigs.containers import Project, docker
+from tests.rigs.jobs import ROOT, environment, wait_for
+
+pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
+BASE = """FROM rankup:runtime
+USER root
+RUN python -m ensurepip > /dev/null \\
+ && echo /opt/venv/lib/python3*/site-packages > /usr/lib/python3/dist-packages/base.pth
+ENV PYTHONPATH=
+"""
+
+
+@pytest.fixture(scope="module")
+def base(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An image with Python, pip and torch, as many have one, and without rankup."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "Dockerfile").write_text(BASE)
+    name = f"rankup-test-base:{secrets.token_hex(4)}"
+    docker("build", "-q", "-t", name, folder)
+    yield name
+    docker("rmi", "-f", name, check=False)
+
+
+@pytest.fixture(scope="module")
+def rankup(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command `rankup` of an environment that has the wheel and its dependencies."""
+    folder = tmp_path_factory.mktemp("user")
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wheel = own_venv.wheel(folder, source=own_venv.source(tmp_path_factory.mktemp("source")))
+    return own_venv.own_venv(folder / "venv", wheel, *needs) / "rankup"
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with repositories.index(tmp_path_factory.mktemp("index")) as address:
+        yield address
+
+
+class Stranger(Project):
+    """A user's repository with what `rankup add compose` wrote there."""
+
+    def __init__(self, made: repositories.Repository, rankup: Path, base: str, index: str) -> None:
+        super().__init__(folder := made.folder)
+        (folder / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {index}\n")
+        (folder / "uv.toml").write_text(f'no-index = true\nfind-links = ["{index}"]\n')
+        self.image = f"rankup-test-user:{secrets.token_hex(4)}"
+        line = f"{rankup} add compose --image {self.image} --base {base} {made.options} {made.script}"
+        subprocess.run(line.split(), cwd=folder, env=environment({}), check=True)
+        self.env |= {"PIP_CONF": str(folder / "pip.conf"), "UV_CONF": str(folder / "uv.toml")}
+        self.files = ["-f", str(folder / "compose.yaml")]
+        self.override("services: {prepare: {build: {network: host}}}")  # the index is on this machine's loopback
+
+    def compose(self, *words: str, check: bool = True, timeout_s: float = 400, **env: str) -> str:
+        options = ["--env-file", os.devnull, "--project-directory", str(self.folder), "-p", self.name, *self.files]
+        return docker("compose", *options, *words, check=check, timeout_s=timeout_s, **{**self.env, **env})
+
+    def remove(self) -> None:
+        super().remove()
+        docker("rmi", "-f", self.image, check=False)
+
+
+@pytest.mark.parametrize("make", [repositories.one_gpu, repositories.package, repositories.own_loop])
+def test_compose_stranger_trains_loses_a_rank_and_ends_with_the_weights_of_this_machine(
+    make: Callable[[Path, str], repositories.Repository], tmp_path: Path, rankup: Path, base: str, index: str
+) -> None:
+    made = make(tmp_path / "mine", index)
+    nodes = Stranger(made, rankup, base, index)
+    last = made.nodes - 1
+    try:
+        nodes.compose("build")
+        nodes.up()
+        wait_for("step 20", lambda: "step 20" in nodes.logs(), log=nodes.logs)
+        nodes.ranks(f"node{last}")[0].send_signal(signal.SIGKILL)
+        assert nodes.codes(*[f"node{number}" for number in range(made.nodes)]) == [0] * made.nodes, nodes.logs()
+        logs = nodes.logs()
+    finally:
+        nodes.remove()
+    assert f"rank {last} on node{last} ended with 137" in logs, logs
+    digests = re.findall(r"digest (\w+) extra-word", logs)
+    (made.folder / "extra.py").write_text('WORD = "extra-word"\n')
+    line = f"{rankup} launch --nproc {made.nodes} --name here {made.script}"
+    here = subprocess.run(
+        line.split(), cwd=made.folder, env=environment({"PYTHONPATH": f"{made.folder}:{made.folder}/src"}), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True,
+    )
+    assert digests == re.findall(r"digest (\w+) extra-word", here.stdout)
+    assert len(digests) == 1
