@@ -60,7 +60,7 @@ class Stranger(Project):
         (folder / "uv.toml").write_text(f'no-index = true\nfind-links = ["{index}"]\n')
         self.image = f"rankup-test-user:{secrets.token_hex(4)}"
         line = f"{rankup} add compose --image {self.image} --base {base} {made.options} {made.script}"
-        subprocess.run(line.split(), cwd=folder, env=environment({}), check=True)
+        subprocess.run(line.split(), cwd=folder, env=environment({"PYTHONPATH": ""}), check=True)
         self.env |= {"PIP_CONF": str(folder / "pip.conf"), "UV_CONF": str(folder / "uv.toml")}
         self.files = ["-f", str(folder / "compose.yaml")]
         self.override("services: {prepare: {build: {network: host}}}")  # the index is on this machine's loopback
