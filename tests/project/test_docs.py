@@ -42,6 +42,7 @@ FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--nt
                  "--container-workdir", "--nv", "--bind", "--pwd", "--unset"}
 FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
+    "set_epoch",
     "channels_last",
 }
 # Messages of torch

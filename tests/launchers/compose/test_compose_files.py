@@ -103,7 +103,7 @@ def test_gpu_file_gives_each_node_its_gpu_and_the_board_no_capability() -> None:
 def test_stop_grace_leaves_the_agent_ten_seconds_of_the_launchers_time() -> None:
     """The agent needs these seconds to report how the script ended."""
     files = ["compose.yaml", "k8s/job.yaml", "k8s/jobset.yaml", "k8s/trainjob.yaml", "k8s/pytorchjob.yaml",
-             "slurm/ddp.sbatch", "slurm/simple.sbatch"]
+             "slurm/ddp.sbatch"]
     given = r"(?:stop_grace_period: |terminationGracePeriodSeconds: |--signal=\S+@|--shutdown-timeout )(\d+)"
     seconds = {name: [int(found) for found in re.findall(given, (ROOT / name).read_text())] for name in files}
     assert all(seconds.values()), seconds
