@@ -47,6 +47,9 @@ class Step:
         position, line = self._position, self._line
         try:
             if kind is None:
+                if self._tracked.shared and self._clock.backward_seen:
+                    # The block has trained, as that of a GAN does: the buffers of its forward passes are of this step
+                    self._job.group.collective(self._tracked.share_buffers)
                 position.step += 1
                 if line is not None:
                     position.line = line

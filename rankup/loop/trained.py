@@ -16,11 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from rankup.errors import UserError
 from rankup.group.group import Group
-from rankup.loop.tracked import Tracked
+from rankup.loop.tracked import FILLED_IN_PLACE, Tracked
 from rankup.observe.stragglers import StepClock
+from rankup.state.tree import place_of
 
 HOLD_NO_OPTIMIZER = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)
 # The DDP modules of this process, oldest first, and those since the last call of `take_new`
@@ -80,19 +82,34 @@ def wrappers_of(items: dict[str, Any]) -> dict[DistributedDataParallel, str]:
 
     A newer wrapper replaces an older one of the same parameters, which may be garbage that only some ranks have freed.
     """
-    modules = {name: item for name, item in items.items() if isinstance(item, nn.Module)}
-    names = {id(each): name for name, module in modules.items() for each in module.parameters()}
+    names = _names(items)
     found = {
-        each: name for name, module in modules.items() for each in module.modules()
+        each: name for name, item in items.items() if isinstance(item, nn.Module) for each in item.modules()
         if isinstance(each, DistributedDataParallel)
     }
     covered = {id(parameter) for each in found for parameter in each.parameters()}
     for ddp in reversed([each for each in _made if hasattr(each, "reducer")]):  # its constructor has not failed
-        own = {id(parameter) for parameter in ddp.parameters() if parameter.requires_grad}
-        if ddp not in found and not own <= covered and (known := own & names.keys()):
-            found[ddp] = min(names[each] for each in known)
+        trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+        own, known = {id(each) for each in trained}, {names.get(place_of(each), "") for each in trained} - {""}
+        if ddp not in found and not own <= covered and known:
+            found[ddp] = min(known)
         covered |= own
     return found
+
+
+def _names(items: dict[str, Any]) -> dict[tuple[Any, ...], str]:
+    """Return the name of an item for each tensor that a copy holds or an optimizer trains, by its place in memory. A
+    module's name comes before others: messages name it."""
+    leaves = {}
+    for name, item in items.items():
+        if isinstance(item, nn.Module):
+            leaves[name] = [*item.parameters()]
+        elif isinstance(item, Optimizer):
+            leaves[name] = [each for group in item.param_groups for each in group["params"]]
+        else:
+            leaves[name] = tree_leaves(item if isinstance(item, FILLED_IN_PLACE) else item.state_dict())
+    ordered = sorted(leaves, key=lambda name: isinstance(items[name], nn.Module))
+    return {place_of(each): name for name in ordered for each in leaves[name] if isinstance(each, torch.Tensor)}
 
 
 def unwrapped(items: dict[str, Any]) -> list[str]:

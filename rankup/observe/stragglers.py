@@ -55,7 +55,7 @@ class StepClock:
         self.link: Any = None
         self._seconds = [0.0, 0.0, 0.0]
         self._lap_s, self._linked_s = time.perf_counter(), 0.0
-        self._backward_seen = False
+        self.backward_seen = False
         self._events: deque[tuple[int | None, torch.Event]] = deque()  # each with the part that it ends
 
     def start(self) -> None:
@@ -108,8 +108,8 @@ class StepClock:
 
     def end_of_backward(self) -> None:
         """Note that the step's backward passes are over. After the last one had computed, this rank only waited."""
-        self.mark(WAITING if self._backward_seen else COMPUTE)
-        self._backward_seen = False
+        self.mark(WAITING if self.backward_seen else COMPUTE)
+        self.backward_seen = False
 
     def take(self) -> list[float]:
         """Return the seconds of DATA, COMPUTE and WAITING since the last call. On a GPU only finished work counts; at a
@@ -122,7 +122,7 @@ class StepClock:
         Variable._execution_engine.queue_callback(self._computed)
 
     def _computed(self) -> None:
-        self._backward_seen = True
+        self.backward_seen = True
         self.mark(COMPUTE)
 
     def _record(self, part: int | None) -> None:

@@ -99,7 +99,7 @@ def _node(value: Any, path: str, tensors: Tensors, known: dict[object, str]) -> 
         return {"$": kind.__name__, "v": pairs} | more
     if isinstance(value, torch.Tensor):
         return _tensor_node(value, path, tensors, known)
-    raise _unkept(path, f"{kind.__module__}.{kind.__qualname__}")
+    raise _unkept(path, f"{kind.__module__}.{kind.__qualname__}", value)
 
 
 def _tensor_node(value: Any, path: str, tensors: Tensors, known: dict[object, str]) -> dict[str, Any]:
@@ -175,10 +175,19 @@ def _join(path: str, key: object) -> str:
     return f"{path}{key}" if path.endswith("/") else f"{path}.{key}"
 
 
-def _unkept(path: str, what: str) -> UserError:
+def _way_out(value: Any) -> str:
+    """Return what the user can do about an object that a copy can't hold."""
+    if type(value).__name__ in ("Generator", "Random", "RandomState"):  # of torch, numpy and Python
+        return "Draw from torch, numpy.random or random, which rankup seeds, or make it anew in each step."
+    if hasattr(value, "state_dict"):
+        return "Give job.track each such object under a name of its own."
+    return "Convert it, or leave it out."
+
+
+def _unkept(path: str, what: str, value: Any = None) -> UserError:
     return UserError(
         f"state: {path.rstrip('/')} must be a dense tensor, a number, a text, None, or a list, tuple or dict of these, "
-        f"got {what}. Convert it, or leave it out."
+        f"got {what}. {_way_out(value)}"
     )
 
 

@@ -2,6 +2,7 @@
 tests that a restored loop continues with the same bits."""
 
 import contextlib
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,9 @@ def test_tracked_state_is_that_of_the_last_commit(buffer: bool) -> None:
     (1.5, "track: bad must have state_dict and load_state_dict.*Put it into a dict"),
     ({"a": [1, {2}]}, r"state: bad/a\.1 must be .*got builtins\.set"),
     (torch.eye(2).to_sparse(), "state: bad must be a dense tensor"),
+    (torch.Generator(), r"state: bad must be .*got torch\._C\.Generator\. Draw from torch"),
+    ({"rng": random.Random(0)}, r"state: bad/rng must be .*got random\.Random\. Draw from torch"),
+    ([torch.optim.SGD([torch.zeros(1)])], r"state: bad/0 must be .*SGD\. Give job\.track each such object"),
 ])
 def test_value_that_cannot_be_kept_is_refused_by_its_path(item: Any, why: str) -> None:
     with pytest.raises(UserError, match=why):

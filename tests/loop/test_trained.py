@@ -76,6 +76,44 @@ def test_wrapper_around_a_tracked_module_is_found(
     assert said(output, "kinds") == "['DistributedDataParallel']"
 
 
+TRACKED = {
+    "dict": "weights={name: each for name, each in net.named_parameters()}, adam=adam",
+    "list": "weights=[*net.parameters()], adam=adam",
+    "state_dict": "weights=net.state_dict(), adam=adam",
+    "own object": "trainer=Trainer()",
+}
+
+
+@pytest.mark.parametrize("kind", TRACKED)
+def test_wrapper_of_parameters_that_are_tracked_in_any_form_is_found(forks: Forks, tmp_path: Path, kind: str) -> None:
+    """LoRA by hand tracks a dict of a few parameters. A trainer's class may return all state from its state_dict."""
+    text = loop("before", "job.steps(40)").replace("job.track(net=net, adam=adam)", f"""
+class Trainer:
+    def state_dict(self):
+        return {{"net": net.state_dict(), "adam": adam.state_dict()}}
+    def load_state_dict(self, state):
+        net.load_state_dict(state["net"]), adam.load_state_dict(state["adam"])
+net[1] = nn.Identity()  # its buffers would not be tracked
+adam = torch.optim.Adam(net.parameters(), 1e-2)
+model = DistributedDataParallel(net)
+job.track({TRACKED[kind]})""")
+    output = ran(forks, tmp_path, text, ranks=3)
+    (tmp_path / "run").rename(tmp_path / "whole")
+    ran(forks, tmp_path, text, ranks=3, DIE="1", code=-signal.SIGKILL)
+    again = ran(forks, tmp_path, text, ranks=3)
+    assert said(again, "digest-0") == said(output, "digest-0")
+    assert said(output, "kinds") == "['DistributedDataParallel']"
+
+
+def test_buffers_of_a_step_that_trains_in_its_block_are_equal_on_all_ranks(forks: Forks, tmp_path: Path) -> None:
+    """A GAN has all its forward passes in the block. If ranks kept other buffers, a rescue would keep those of one."""
+    body = loop("before", "job.steps(40)").replace("    loss = model(", "    with job.step():\n        loss = model(")
+    body = body.replace("    adam.zero", "        adam.zero").replace("    loss.back", "        loss.back")
+    output = ran(forks, tmp_path, body.replace("    with job.step(loss=loss):\n", ""), ranks=2)
+    assert said(output, "digest-0") == said(output, "digest-1")
+    assert "the ranks differ" not in output
+
+
 def test_wrapper_that_is_found_too_late_is_refused(forks: Forks, tmp_path: Path) -> None:
     output = ran(forks, tmp_path, loop("after", "range(job.step_number, 40)"), ranks=2, code=2)
     assert "track: it must be called after DistributedDataParallel has wrapped net" in output
