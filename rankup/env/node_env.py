@@ -109,10 +109,10 @@ def read_node_env(
             )
     if not isinstance(nproc, int):
         # Where several agents share a machine, each gets its share of the GPUs that it sees
-        gpus = 0 if nproc is None and per_pod else visible_gpus(environ) // (env.local_world_size or env.local_rank + 1)
+        gpus = 0 if nproc is None and per_pod else visible_gpus(environ)
         if nproc and not gpus:
-            raise UserError("--nproc gpu must find a GPU for each agent, got none. Give a number, such as --nproc 2.")
-        nproc = gpus or per_pod or 1
+            raise UserError("--nproc gpu must find GPUs, got none. Give a number, such as --nproc 2.")
+        nproc = max(1, gpus // (env.local_world_size or env.local_rank + 1)) if gpus else per_pod or 1
     return NodeEnv(
         # LOCAL_RANK without LOCAL_WORLD_SIZE: assume the smallest number of agents on this machine that it allows
         local_rank=env.local_rank * nproc, local_world_size=(env.local_world_size or env.local_rank + 1) * nproc,

@@ -1,6 +1,7 @@
 """Which agent `launch` becomes: from options, from what launch files and schedulers set, or refused with the way
 out."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +103,38 @@ def test_job_that_is_scaled_up_beyond_its_limit_has_spares(rank: int) -> None:
     """FULL has WORLD_SIZE=4: pods from before and after the change count differently."""
     node = read_node_env({**FULL, "RANK": str(rank)}, nnodes=3, limits=Limits(2, 3))
     assert (node.node_rank, node.num_nodes) == (rank, 3)
+
+
+ONE_AGENT = {**ONE_EACH, "SLURM_GPUS_ON_NODE": "8"}
+
+
+@pytest.mark.parametrize(("env", "nproc", "gpus"), [
+    ({"CUDA_VISIBLE_DEVICES": "0,1,3"}, None, 3), ({"CUDA_VISIBLE_DEVICES": "GPU-ab,GPU-cd"}, "gpu", 2),
+    ({"CUDA_VISIBLE_DEVICES": "0,1,-1,2"}, None, 2),  # CUDA reads the list up to a wrong entry
+    ({"CUDA_VISIBLE_DEVICES": ""}, None, 1), ({"CUDA_VISIBLE_DEVICES": "-1"}, None, 1),  # both hide all
+    ({"HIP_VISIBLE_DEVICES": "0,1"}, "gpu", 2), ({"CUDA_VISIBLE_DEVICES": "0,1"}, 5, 5), ({}, None, 1),
+    (ONE_AGENT, None, 8), ({**ONE_AGENT, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "gpu", 4),
+    ({**STEP, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None, 2),  # two agents on each machine
+    ({**STEP, "CUDA_VISIBLE_DEVICES": "0"}, "gpu", 1),  # each agent sees only its own
+    ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None, 2),
+    ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None, 4),
+    ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "gpu", 4),
+])
+def test_agent_starts_a_rank_for_each_gpu_that_it_sees(env: Env, nproc: int | str | None, gpus: int) -> None:
+    assert read_node_env(env, nproc=nproc).nproc == gpus
+
+
+def test_agent_counts_gpus_by_nvidia_smi_where_no_variable_names_them(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: H100 (UUID: GPU-ab)'\necho '  MIG 1g.10gb'\necho 'GPU 1: H100'\n")
+    tool.chmod(0o755)
+    assert read_node_env({"PATH": str(tmp_path)}).nproc == 2
+    assert read_node_env({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}).nproc == 1
+    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' >&2\nexit 9\n")
+    assert read_node_env({"PATH": str(tmp_path)}).nproc == 1
+
+
+@pytest.mark.parametrize("env", [{}, {"CUDA_VISIBLE_DEVICES": ""}])
+def test_agent_that_sees_no_gpu_refuses_to_count_them(env: Env) -> None:
+    with pytest.raises(UserError, match=r"^--nproc gpu must find GPUs, got none\. Give a number"):
+        read_node_env(env, nproc="gpu")
