@@ -130,3 +130,26 @@ def test_page_names_the_lengths_of_scripts_and_workload() -> None:
     texts = [(pair.script(), workload_of(PAGE)) for pair in PAIRS]
     lengths = [[str(len(text.splitlines())) for text in pair] for pair in texts]
     assert [list(row) for row in re.findall(r"\| (\d+) → (\d+) \|", page)] == lengths
+
+
+def test_one_gpu_script_with_the_lines_of_the_page_trains_alike_on_any_ranks(loaded: Forks, tmp_path: Path) -> None:
+    script = (FOLDER / "before_one_gpu.py").read_text()
+    blocks = re.findall(r"```diff\n(.*?)```", (ROOT / PAGE).read_text(), re.DOTALL)
+    (lines,) = [block for block in blocks if "rings" in block]
+    for change in lines.split("\n\n"):
+        before, after = (
+            "".join(f"{line[1:]}\n" for line in change.splitlines() if line[0] != added) for added in "+-"
+        )
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    losses = []
+    for nproc in (2, 4):
+        folder = tmp_path / str(nproc)
+        folder.mkdir()
+        shutil.copy(FOLDER / "rings.py", folder)
+        (folder / "after.py").write_text(script)
+        said = by_forks(loaded, "after.py", folder=folder, nproc=nproc)
+        losses.append(float(re.findall(rf"epoch {EPOCHS}: loss ([\d.]+)", said)[-1]))
+        assert (folder / "rings.pt").exists()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0] < 0.5
