@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
     """Parse the command line, run its command, and return the exit code. `program`: this process; None makes one."""
     argv = sys.argv[1:] if argv is None else argv
     program = program or rankup.Program()
+    if argv[:1] == ["launch"]:  # the ranks run this file, and no agent does
+        return program.end(rankup.UserError("launch is a command of rankup: rankup launch train/main.py train ..."))
     if argv and argv[0] in rankup.cli.COMMANDS and argv[0] not in COMMANDS:
         return rankup.cli.main(argv)
     request = parse_args(argv)

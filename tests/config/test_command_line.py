@@ -195,3 +195,8 @@ def test_address_with_a_secret_is_refused_and_not_printed(setting: str, url: str
     assert code == 2
     assert f"--{setting} must be an address without user, password, key or parameters." in "".join(printed)
     assert "hush" not in "".join(printed)
+
+
+def test_launch_of_the_program_names_the_command_that_took_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--nproc", "2", "train/main.py"]) == 2
+    assert "rankup launch train/main.py train" in "".join(capsys.readouterr())

@@ -50,7 +50,7 @@ def by_hand(_: Forks, *arguments: str) -> Job:
 
 
 def by_fresh(_: Forks, *arguments: str) -> Job:
-    return start(sys.executable, "-m", "train.main", "launch", "--no-fork", "--nproc=2", MAIN, *arguments)
+    return start(sys.executable, "-m", "rankup", "launch", "--no-fork", "--nproc=2", MAIN, *arguments)
 
 
 def by_two_agents_of_old(forks: Forks, *arguments: str) -> ForkedJob:

@@ -276,6 +276,7 @@ def _be(job: dict[str, Any]) -> NoReturn:
         getattr(importlib.import_module(module), function)()
     if job["arguments"][:1] == ["launch"]:
         _warm_servers(8 if any(word.startswith("--replay") for word in job["arguments"]) else 1)
+        rankup.cli.entry()
     program = rankup.Program().begin()
     program.exit(main(program=program))
 
