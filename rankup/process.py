@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rankup.agent.logs import RankLog, copy_prints, guard, host_name, setup_logging
+from rankup.agent.logs import RankLog, copy_prints, guard, host_name, print_to, setup_logging
 from rankup.agent.processes import die_with_parent, finish
+from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv, describe, read_rank_env, with_options
 from rankup.errors import USER_MISTAKE, ExpectedError, Stopped, UserError, exit_code, reason
 from rankup.group.stop import StopRequest, open_stacks
@@ -74,6 +75,8 @@ class Program:
         reading; False for a script, or if the output is the result. `stacks`: let `rankup stacks` ask this process for
         its stacks. Raises UserError if the folder can't be written.
         """
+        agent: Mapping[str, Any] = getattr(self.found, "agent", None) or {}
+        print_to(agent.get("terminal", ()))
         if guarded:
             guard()
         if isinstance(self.found, RankEnv) and self.found.launcher in ("torchrun", "mpirun"):
@@ -82,6 +85,8 @@ class Program:
             return
         rank_env, self._run_dir = self.rank_env, run_dir
         file = RankLog(run_dir, rank_env.rank)
+        if agent:
+            Record.at(agent["record"]).name_run(run_dir)
         setup_logging(rank=rank_env.rank, world_size=rank_env.world_size, file=file)
         if not guarded:  # a script prints to its own stdout
             copy_prints(file)

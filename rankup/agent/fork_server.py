@@ -10,6 +10,7 @@ starts fresh interpreters. A script that does not import rankup gets such a proc
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import json
 import multiprocessing.process
@@ -31,11 +32,13 @@ if not __package__:
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
 from rankup.agent import alone
+from rankup.agent.logs import print_to
 from rankup.agent.processes import be_python, die_with_parent, end_of, kill_session, send_signal, state_of
 from rankup.agent.protocol import KILLED, tell_agent
 from rankup.errors import FAULT, FINISHED
 from rankup.timing import KILL_S, POLL_S
 
+AGENT = "RANKUP_AGENT"
 STORE = -1  # stands for the store in place of a local rank
 
 # The agent's side ---------------------------------------------------------------------------------------------------
@@ -258,6 +261,7 @@ class Server:
 
     def _become(self, request: dict[str, Any], outputs: Sequence[int]) -> None:
         """Do what a fresh interpreter does at its start, except for `be_python`'s part. Without `fork`, exec one."""
+        terminal = [_copy_of(stream) for stream in (1, 2)] if AGENT in request["env"] else []
         for stream, descriptor in enumerate(outputs, start=1):
             os.dup2(descriptor, stream)
             os.close(descriptor)
@@ -269,7 +273,14 @@ class Server:
             if callable(signal.getsignal(signal.SIGINT)):  # Python's handler would raise KeyboardInterrupt here
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
+            if terminal:  # the rank moves Python's streams there when it opens its log
+                for descriptor in terminal:
+                    os.set_inheritable(descriptor, True)
+                os.environ[AGENT] = json.dumps({**json.loads(os.environ[AGENT]), "terminal": terminal})
             os.execv(sys.executable, [sys.executable, *request["argv"]])
+        print_to(terminal)
+        if os.environ.get("PYTHONFAULTHANDLER"):
+            faulthandler.enable(2)
         vars(multiprocessing.process)["ORIGINAL_DIR"] = os.getcwd()  # where spawned workers look for the script
         # Python's `random` gets a new seed after a fork by itself, but these two do not
         if numpy_random := sys.modules.get("numpy.random"):
@@ -284,6 +295,13 @@ class Server:
                 start, code = self._running.pop(ended.si_pid, None), end_of(ended.si_pid)
                 if start is not None:
                     self.tell(rank=start[0], number=start[1], code=code)
+
+
+def _copy_of(stream: int) -> int:
+    try:
+        return os.dup(stream)
+    except OSError:  # it was closed when the agent started
+        return os.open(os.devnull, os.O_WRONLY)
 
 
 def _import_all(*names: str) -> None:
@@ -329,7 +347,7 @@ def main() -> list[str]:
 def say_why(code: int, why: str) -> None:
     """Tell this rank's agent why the rank ends; if there is no error, whether it has met another rank."""
     with contextlib.suppress(LookupError, ValueError):  # the script may have changed its environment
-        agent = json.loads(os.environ["RANKUP_AGENT"])
+        agent = json.loads(os.environ[AGENT])
         if not why:
             alone.note(agent["place"])
             return

@@ -9,6 +9,7 @@ not the run. Each line carries its host and rank.
 | records of `rankup`, and of the user | rank 0: INFO and above           | DEBUG and above; the user's from INFO  |
 | records of libraries                 | every rank: WARNING and above    | INFO and above                         |
 | what a script prints itself          | every rank: unchanged            | each line                              |
+| what compiled code prints            | every rank: with rank and host   | each line                              |
 """
 
 import contextlib
@@ -26,12 +27,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from rankup.agent.processes import start_of
-from rankup.errors import disk_errors
+from rankup.errors import UserError, disk_errors
 from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # found in the path of code that is not the user's
@@ -165,6 +166,17 @@ def _unless_hung_up() -> Iterator[None]:
             raise
 
 
+def print_to(terminal: Sequence[int]) -> None:
+    """Let Python's own stdout and stderr print to these two descriptors, wherever the streams are in use already. The
+    descriptors 1 and 2 remain for compiled code and for child processes, which cannot write to a rank's file."""
+    for stream, number in zip((sys.__stdout__, sys.__stderr__), terminal, strict=False):  # [] leaves both
+        os.set_inheritable(number, False)
+        if stream is not None:
+            stream.flush()
+            raw = getattr(stream.buffer, "raw", stream.buffer)
+            raw.__init__(number, "w", closefd=False)  # type: ignore[misc]  # the same FileIO, another file
+
+
 def copy_prints(file: RankLog) -> None:
     """Copy everything that this process prints from now on to the rank's file."""
     plain = sys.stdout.plain if isinstance(sys.stdout, _Copied) else sys.stdout
@@ -270,18 +282,23 @@ def announce_stacks(
     return path
 
 
-# The pipes of a script that does not import rankup -------------------------------------------------------------------
+# The pipes of a rank --------------------------------------------------------------------------------------------------
 
 
 class OutputReader:
     """Reads what a rank prints, from two pipes in one thread. It writes the lines to the rank's file with the time, and
     to the terminal with rank and host. A rank that prints faster waits for room in its pipe. `outputs`: the ends of the
-    pipes for the rank, which the caller closes. `thread` ends once everything that the rank printed is written."""
+    pipes for the rank, which the caller closes. `thread` ends once everything that the rank printed is written.
 
-    def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
-        """Raises UserError if the rank's file can't be written."""
-        self._head, self._file = line_head(rank, world_size), RankLog(run_dir, rank)
+    If the script imports rankup, Python's own streams lead elsewhere (`print_to`), because the rank itself writes to
+    its file what it prints and logs."""
+
+    def __init__(self, rank: int, world_size: int, *, run_dir: Callable[[], Path | None]) -> None:
+        """`run_dir`: returns the folder of the run, or None as long as it is unknown. The rank's last lines are written
+        once it is known. Raises UserError if it is known now, and the rank's file can't be written."""
+        self._rank, self._head, self._run_dir = rank, line_head(rank, world_size), run_dir
         self._tail, self.last_error = deque[str](maxlen=TAIL), ""  # `last_error`: the newest line of stderr
+        self._file = RankLog(known, rank) if (known := run_dir()) is not None else None
         (stdout, out), (stderr, error) = os.pipe(), os.pipe()
         self.outputs = [out, error]
         self.thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
@@ -292,12 +309,22 @@ class OutputReader:
         """The last TAIL lines that the rank printed."""
         return "\n".join(self._tail.copy())
 
+    def keep_in(self, run_dir: Path) -> None:
+        """Write the last lines of a rank that has ended to its file in `run_dir`, unless its run became known. Raises
+        UserError if the file can't be written."""
+        if self._file is None and self._tail:
+            file = RankLog(run_dir, self._rank)
+            file.add(self._tail.copy())
+            os.close(file.fileno())
+
     def _read(self, pipes: dict[int, str]) -> None:
         rest, poll = dict.fromkeys(pipes, b""), select.poll()
         for pipe in pipes:
             poll.register(pipe, select.POLLIN)
         while rest:
-            for pipe, _ in poll.poll():
+            found = poll.poll(None if self._file is not None else 1000.0)
+            self._look_for_run()
+            for pipe, _ in found:
                 data = os.read(pipe, READ)
                 *whole, rest[pipe] = (rest[pipe] + data).split(b"\n")
                 if not data or len(rest[pipe]) > READ:
@@ -309,13 +336,21 @@ class OutputReader:
                     del rest[pipe]
                     poll.unregister(pipe)
                     os.close(pipe)
-        os.close(self._file.fileno())
+        if self._file is not None:
+            os.close(self._file.fileno())
+
+    def _look_for_run(self) -> None:
+        if self._file is None and (run_dir := self._run_dir()) is not None:
+            with contextlib.suppress(UserError):
+                self._file = RankLog(run_dir, self._rank)
+                self._file.add(self._tail)
 
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
         self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])
         if lines and name == "stderr":
             self.last_error = lines[-1][:500]
-        self._file.add(lines)
+        if self._file is not None:
+            self._file.add(lines)
         if not self._head:
             with contextlib.suppress(OSError, ValueError):
                 getattr(sys, name).buffer.write(data)  # unchanged, so that progress bars work

@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,7 @@ class Rank:
     notice_due: bool = False  # it gets SIGUSR1 once it has a handler
     alone: bool = False  # it ended with 0 and had met no other rank
     said: End | None = None  # the end that the rank itself reported
-    reader: OutputReader | None = None  # only for a script that does not import rankup
+    reader: OutputReader | None = None  # None only before its start
 
 
 class Ranks:
@@ -125,6 +127,9 @@ class Ranks:
     def close(self) -> None:
         self.server.close()
         self.links.close()
+        until_s = time.monotonic() + timing.LAST_MESSAGE_S
+        for reader in [rank.reader for rank in self.ranks if rank.reader is not None]:
+            reader.thread.join(max(0.0, until_s - time.monotonic()))  # it may still have lines to write
 
     @property
     def stopping(self) -> bool:  # True if the job ends, not only this membership
@@ -185,17 +190,20 @@ class Ranks:
             rank.record.ask_to_stop(self.options.stop_after)
             rank.record.confirmed = self.options.stop_after
         words = [*self._words[rank.local_rank], *(self.options.restart_args if self._commit.get("again") else ())]
-        env, outputs = self._environment(rank), list[int]()
+        env = self._environment(rank)
+        # A rank that imports rankup says later which run it is in, and where its log is
+        rank.reader = OutputReader(
+            rank.number, self.node.world_size, run_dir=lambda: rank.record.run_dir if self.knows_us else self.run_dir,
+        )
         if not self.knows_us:
             rank.record.enter("script")
             env |= script_environment(self.run_dir, rank.number, env, record=rank.record.place)
             log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
-            rank.reader = OutputReader(self.run_dir, rank.number, self.node.world_size)
-            outputs = rank.reader.outputs
         self.server.start_rank(
-            rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir, outputs=outputs
+            rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir,
+            outputs=rank.reader.outputs,
         )
-        for output in outputs:
+        for output in rank.reader.outputs:
             os.close(output)
 
     def _environment(self, rank: Rank) -> dict[str, str]:
@@ -262,14 +270,17 @@ class Ranks:
         reap_orphans()  # a container's first process inherits orphans of ranks that have ended
         await self.links.catch_up()
         if (reader := rank.reader) is not None:
-            # A process that the rank left behind may keep the pipes open, and an unread terminal costs PRINT_S
-            await in_thread(lambda: reader.thread.join(timing.PRINT_S + timing.LAST_MESSAGE_S))
+            # A process that the rank left behind may keep the pipes open, and an unread terminal costs PRINT_S. Do not
+            # wait longer than for a script's last words: a rank that has a log writes its own reason there itself
+            has_log = rank.record.run_dir is not None
+            most_s = timing.PAUSE_S if has_log else timing.PRINT_S + timing.LAST_MESSAGE_S
+            await in_thread(lambda: reader.thread.join(most_s))
         self._ended(rank, code)
 
     def _ended(self, rank: Rank, code: int) -> None:
         if not rank.running:
             return
-        rank.running, record = False, rank.record.read()
+        rank.running, record, reader = False, rank.record.read(), rank.reader
         cause, suspect = (rank.said.why, rank.said.suspect) if rank.said is not None else ("", None)
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0 before it had finished: this counts as code 1", rank.number)
@@ -278,15 +289,17 @@ class Ranks:
             rank.alone = bool(record.alone) and record.phase in ("start", "script")  # rankup.init enters other phases
         elif code == KILLED and not rank.told:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
-        elif rank.reader is not None and code != FINISHED:
-            cause = last_exception(rank.reader.tail)
-            if not cause and code == FAULT and rank.reader.last_error:  # perhaps from `sys.exit("text")`
-                cause = f"stderr: {rank.reader.last_error}"
+        elif reader is not None and code != FINISHED and not self.knows_us:
+            cause = last_exception(reader.tail)
+            if not cause and code == FAULT and reader.last_error:  # perhaps from `sys.exit("text")`
+                cause = f"stderr: {reader.last_error}"
         end = End(rank.number, self.host, code, cause, record.step, rank.told, suspect)
-        if rank.reader is not None:
+        if not self.knows_us:
             attempt = f"{self._commit['job']}-{self._commit['restarts']}"
             within(timing.LAST_MESSAGE_S, lambda: write_end(self.run_dir, attempt, end))
-            if end.explains and code != FINISHED and (advice := self.options.advice(rank.reader.tail)):
+        if reader is not None and rank.said is None and end.explains and code != FINISHED:
+            within(timing.LAST_MESSAGE_S, partial(reader.keep_in, self.run_dir))  # perhaps it had not named its run yet
+            if advice := self.options.advice(reader.tail):
                 log.warning("%s", advice)
         self.send("end", n=self._commit["n"], **end.entry())
         if not self.running:

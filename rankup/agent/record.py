@@ -11,9 +11,11 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 NAME = "rankup-records"
+LONGEST_PATH = 1024  # bytes, with a zero byte at the end
 NO_STOP = 2**63 - 1  # a step that no rank reaches
 NO_LIMIT = float("inf")
 
@@ -64,7 +66,8 @@ class Record(ctypes.Structure):
     the rank waits for other ranks, so these are to blame for a delay. `finished`: the rank has done all its work.
     `alone`: at its end the rank had met no other one, see `rankup.agent.alone`. `batches`, `passes`: how many batches
     of `job.batches` the rank has got, and how many passes over a loader it has ended, in this attempt. `written`: how
-    many bytes of its state the rank has copied or written to disk: it grows while a rescue makes progress.
+    many bytes of its state the rank has copied or written to disk: it grows while a rescue makes progress. `run_dir`:
+    the folder of its run, or None until the rank has opened its log.
 
     Not in that memory: `clock` adds up this process's phases. `entered` is the phase and timeout it entered last."""
 
@@ -73,6 +76,7 @@ class Record(ctypes.Structure):
         ("began_s", ctypes.c_double), ("_phase", _Phase), ("stop", ctypes.c_int64), ("confirmed", ctypes.c_int64),
         ("heartbeat_s", ctypes.c_double), ("finished", ctypes.c_bool), ("alone", ctypes.c_bool),
         ("batches", ctypes.c_int64), ("passes", ctypes.c_int64), ("written", ctypes.c_int64),
+        ("_named", ctypes.c_bool), ("_run_dir", ctypes.c_char * LONGEST_PATH),
         ("_location", ctypes.c_char * 256), ("_begun", ctypes.c_char * 512),
     )
 
@@ -137,6 +141,10 @@ class Record(ctypes.Structure):
         """The deadline of the phase."""
         return float(self._phase.entered_s + self._phase.timeout_s)
 
+    @property
+    def run_dir(self) -> Path | None:
+        return Path(os.fsdecode(self._run_dir)) if self._named else None
+
     def heartbeat(self) -> dict[str, Any]:
         """Return where the rank is. `for_s`: seconds in this phase or step. `ago_s`: seconds since its heartbeat.
         `begun`: by process group, how many collectives the rank has begun."""
@@ -188,6 +196,13 @@ class Record(ctypes.Structure):
     def _write(self, entered_s: float, timeout_s: float, phase: str) -> None:
         self.entered = (phase, timeout_s)
         self._phase = _Phase(entered_s, timeout_s, phase.encode(errors="replace")[:64])
+
+    def name_run(self, run_dir: Path) -> None:
+        """Write in which run's folder this rank's log is. A path that is too long is left out."""
+        path = os.fsencode(run_dir.absolute())
+        if len(path) < LONGEST_PATH:
+            self._run_dir = path
+            self._named = True  # only now, because the agent may read at any time
 
     def note_written(self, size: int) -> None:
         """Write that this rank has written `size` more bytes of its state. Two threads may lose one sum of two."""
