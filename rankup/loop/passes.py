@@ -4,13 +4,19 @@ finished steps, and checks that the loader still gives the batches that it gave 
 import sys
 import threading
 from collections.abc import Generator, Iterator
+from itertools import chain
 from typing import Any
 
 from rankup.errors import UserError
-from rankup.loop.batches import NO_ORDER, Source, Split
+from rankup.loop.batches import END, NO_ORDER, Source, Split
 from rankup.loop.reporting import OVER
-from rankup.loop.trace import Trace
+from rankup.loop.trace import Trace, digest_of
 from rankup.seeds import derive_seed
+
+OTHER_BATCH = (
+    "gives another batch when it loads one again, so a resume changes the weights. Let it draw from random, "
+    "numpy.random or torch, without a generator of its own"
+)
 
 
 def at_stop_iteration() -> bool:
@@ -52,6 +58,8 @@ class Batches:
         job, source, loop, group = self._job, self._source, self._job.loop, self._job.group
         seed, done, step = derive_seed(job.settings.seed, loop.epoch, number), loop.streams[number], job.position.step
         if not done:
+            if step == job.progress.first_step > 0 and source.replays and not source.stateful:
+                return self._open_twice(seed)
             return source.open(seed, epoch=loop.epoch, skip=0, state=state)
         known, resized = loop.traces[number], loop.ranks_before != job.world_size
         own = not resized and loop.rank_before == job.rank  # whether `known` is about this rank's batches
@@ -70,13 +78,10 @@ class Batches:
         group.watch.enter("replay", job.settings.step_timeout_s, step=step)
         if isinstance(source, Split):
             trace.value = None
-            compares = own and known is not None
+            compares = known is not None and not resized  # all ranks load it: workers then get the same batches on each
             pairs = source.open(seed, epoch=loop.epoch, skip=done, state=state, look=look if compares else None)
-            if compares and trace.value != known:
-                self._warn(
-                    f"{source.name()} gives another batch when it loads one again, so a resume changes the weights. "
-                    "Let it draw from random, numpy.random or torch, without a generator of its own"
-                )
+            if compares and own and trace.value != known:
+                self._warn(f"{source.name()} {OTHER_BATCH}")
         else:
             replays = source.replays and not (source.stateful and state is not None)
             if replays:
@@ -90,6 +95,25 @@ class Batches:
             group.barrier()  # a rank that is faster must not wait for the others in its step
         job.enter_step()
         return pairs
+
+    def _open_twice(self, seed: int) -> Iterator[tuple[Any, float]]:
+        """Return what `open` returns at the beginning of an epoch, in an attempt that resumes there: nothing shows what
+        the earlier attempt's loader would yield, but one with a generator or a counter of its own yields something else
+        each time. Raises UserError, or warns, if the first batch is another one the second time."""
+        source, loop, group = self._source, self._job.loop, self._job.group
+        group.watch.enter("replay", self._job.settings.step_timeout_s, step=self._job.position.step)
+        firsts = []
+        for _ in range(2):
+            pairs = source.open(seed, epoch=loop.epoch, skip=0, state=None)
+            firsts.append(next(pairs, (END, 1.0)))
+        if len({digest_of(batch) for batch, _ in firsts}) > 1:
+            if not isinstance(source, Split):
+                raise UserError(self._other_batches(resized=False))
+            self._warn(f"{source.name()} {OTHER_BATCH}")
+        group.watch.enter("replay", 0.0)
+        group.barrier()
+        self._job.enter_step()
+        return chain(firsts[1:] if firsts[1][0] is not END else (), pairs)
 
     def _other_batches(self, *, resized: bool) -> str:
         name, before = self._source.name(), self._job.loop.ranks_before

@@ -129,7 +129,7 @@ job.track(count={'n': 0})
 numbers = Numbers()
 stop = job.step_number + int(os.environ.get('STOP', '-99'))
 with open(f'seen-{job.rank}-{os.getpid()}', 'w') as seen:
-    for epoch in job.epochs(1):
+    for epoch in job.epochs(int(os.environ.get('EPOCHS', '1'))):
         for batch in job.batches(KIND, any_order='ANY' in os.environ):
             ids = batch['id'] if isinstance(batch, dict) else batch[1] if isinstance(batch, list) else batch
             with job.step():
@@ -164,6 +164,66 @@ def test_loader_with_another_order_after_a_resume_is_refused(forks: Forks, tmp_p
     output = ran(forks, tmp_path, text, code=2)
     assert "must give the same batches again after a resume, got other ones" in output
     ran(forks, tmp_path, text, ANY="1")
+
+
+def test_workers_get_the_same_batches_on_all_ranks_after_a_resume(forks: Forks, tmp_path: Path) -> None:
+    """All ranks load again the batch by which the rank that wrote the copy checks its loader."""
+    text = """
+import os, random, torch, rankup
+from torch.utils.data import DataLoader, Dataset
+class Draws(Dataset):
+    own = random.Random(0)  # each worker has one
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        return self.own.random()
+job = rankup.init('run')
+job.track(count={'n': 0})
+for epoch in job.epochs(1):
+    for x in job.batches(DataLoader(Draws(), batch_size=4, num_workers=2)):
+        with job.step():
+            pass
+        print(f'drawn-{job.rank}-{job.step_number}', x.tolist())
+        if job.step_number == 1 and 'DIE' in os.environ:
+            job.save(wait=True)
+            os.kill(os.getpid(), 9)
+job.finish()
+"""
+    whole = ran(forks, tmp_path, text, ranks=2)
+    (tmp_path / "run").rename(tmp_path / "whole")
+    ran(forks, tmp_path, text, ranks=2, DIE="1", code=-signal.SIGKILL)
+    output = ran(forks, tmp_path, text, ranks=2)
+    for last in ("drawn-0-6", "drawn-1-6"):
+        assert said(output, last) == said(whole, last)
+
+
+@pytest.mark.parametrize(("kind", "why"), [
+    (OWN_ORDER["stream"], "must give the same batches again after a resume, got other ones"),
+    (f"{OWN_ORDER['stream with workers'][:-1]}, persistent_workers=True)", "must give the same batches again"),
+    (OWN_ORDER["iterable"], "must give the same batches again after a resume, got other ones"),
+    ("DataLoader(numbers, batch_size=4)", "Numbers gives another batch when it loads one again"),
+    ("DataLoader(numbers, batch_size=4, shuffle=True)", "Numbers gives another batch when it loads one again"),
+])
+def test_loader_that_draws_on_its_own_is_noticed_after_an_epoch(
+    forks: Forks, tmp_path: Path, kind: str, why: str
+) -> None:
+    """A resume at the end of an epoch loads no batch again that an earlier attempt loaded."""
+    text = READ.replace("KIND", kind)
+    ran(forks, tmp_path, text, OWN="1")
+    assert why in ran(forks, tmp_path, text, OWN="1", EPOCHS="2", code=0 if "numbers" in kind else 2)
+
+
+@pytest.mark.parametrize("kind", [
+    "DataLoader(Stream(None), batch_size=4)", "DataLoader(Stream(None), batch_size=4, num_workers=1)", "[1, 2, 3]",
+    "DataLoader(numbers, batch_size=4, shuffle=True, num_workers=1)", "DataLoader(numbers, batch_size=4, shuffle=True)",
+])
+def test_loader_that_draws_from_seeded_numbers_is_not_blamed_after_an_epoch(
+    forks: Forks, tmp_path: Path, kind: str
+) -> None:
+    text = READ.replace("KIND", kind)
+    ran(forks, tmp_path, text, ranks=2)
+    output = ran(forks, tmp_path, text, ranks=2, EPOCHS="2")
+    assert "again" not in output.replace("rankup.init again", "")
 
 
 def test_loader_with_fewer_batches_after_a_resume_is_refused(forks: Forks, tmp_path: Path) -> None:
