@@ -27,6 +27,10 @@ from rankup.state.copies import STATE, list_whole
 from rankup.urls import is_url
 
 log = logging.getLogger("rankup")
+NO_GROUP = (
+    "%s: it and the files that it imports name nothing that connects ranks, such as torch.distributed: each rank will "
+    "do the whole work alone, and all will write the same files. Start one rank (--nproc 1), or see train/migrate.md"
+)
 
 
 def launch(given: Namespace) -> int:
@@ -79,6 +83,8 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
         raise UserError("--replay must have a script that imports rankup: the steps of other scripts are unknown.")
     if script.imports_rankup:
         need("launch", "torch")
+    if node.world_size > 1 and node.node_rank == 0 and not script.names_a_group:
+        log.warning(NO_GROUP, script.name)
     if is_url(given.work_dir):
         raise UserError(f"--work-dir must be a folder of this machine, got {given.work_dir}.")
     with disk_errors("--work-dir", Path(given.work_dir)):

@@ -243,6 +243,7 @@ def hang_from_the_first_report_on() -> None:
 # Ranks that share nothing ---------------------------------------------------------------------------------------------
 
 GROUP = "import torch.distributed as dist\ndist.init_process_group('gloo'{})\ndist.barrier()\n"
+NO_GROUP = "job.py: it and the files that it imports name nothing that connects ranks"
 ALONE = r"job.py: no rank met another one: each of the 2 ranks did the whole work alone.* mpirun -np 2 python job\.py"
 
 
@@ -256,7 +257,11 @@ def test_ranks_that_never_met_are_named_in_one_line(text: str, forks: Forks, tmp
     script = write(tmp_path, text)
     output = forks.ends("launch", "--nproc=2", f"--run-dir={tmp_path}/runs", script)
     assert len(re.findall(ALONE, output)) == 1, output
-    assert "no rank met" not in forks.ends("launch", f"--run-dir={tmp_path}/runs", script)
+    # Said at the start only if the text shows it
+    assert output.partition("starting job.py")[0].count(NO_GROUP) == text.startswith("print"), output
+    one = forks.ends("launch", f"--run-dir={tmp_path}/runs", script)
+    assert "no rank met" not in one
+    assert NO_GROUP not in one
 
 
 @pytest.mark.parametrize(("text", "code"), [
