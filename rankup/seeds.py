@@ -5,13 +5,11 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
 
 CPU = torch.device("cpu")
-AHEAD = 32  # batches to draw from a sampler at a time, because each change of the random state costs 0.1 ms
 
 
 def derive_seed(*numbers: int) -> int:
@@ -42,13 +40,14 @@ def seed_host(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
-def _host_state() -> tuple[Any, ...]:
+def host_state() -> tuple[Any, ...]:
     """Return the random state of Python, torch on the CPU and, if it has been imported, numpy."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
 
 
-def _set_host_state(state: tuple[Any, ...]) -> None:
+def set_host_state(state: tuple[Any, ...]) -> None:
+    """Restore what `host_state` returned."""
     random.setstate(state[0])
     torch.set_rng_state(state[1])
     if state[2] is not None:
@@ -58,11 +57,11 @@ def _set_host_state(state: tuple[Any, ...]) -> None:
 @contextmanager
 def host_state_kept() -> Iterator[None]:
     """Restore the host's random state after the block."""
-    state = _host_state()
+    state = host_state()
     try:
         yield
     finally:
-        _set_host_state(state)
+        set_host_state(state)
 
 
 @contextmanager
@@ -78,19 +77,3 @@ def state_kept(device: torch.device, modules: Iterable[torch.nn.Module]) -> Iter
             for module, before in buffers:
                 for name, buffer in module.named_buffers():  # looked up again: forward may have replaced buffers
                     buffer.copy_(before[name])
-
-
-def drawn_apart(make: Iterable[Any], seed: int) -> Iterator[list[Any]]:
-    """Iterate over the sampler `make` with a random state of its own, seeded with `seed`, and yield its batches in
-    lists of AHEAD. Other code that draws random numbers neither changes these batches nor is changed by them."""
-    with host_state_kept():
-        seed_host(seed)
-        iterator, state = iter(make), _host_state()
-    while True:
-        with host_state_kept():
-            _set_host_state(state)
-            chunk = [*islice(iterator, AHEAD)]
-            state = _host_state()
-        yield chunk
-        if not chunk:
-            return

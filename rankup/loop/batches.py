@@ -22,13 +22,15 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from rankup.errors import UserError
+from rankup.loop.generators import CONTENT, Generators, parts_of
 from rankup.loop.trace import last_traced
 from rankup.loop.tracked import has_state
-from rankup.loop.workers import Workers
-from rankup.seeds import CPU, derive_seed, drawn_apart, host_state_kept, seed_everything, seed_host
+from rankup.loop.workers import PassSeeds, Workers
+from rankup.seeds import CPU, derive_seed, seed_everything, seed_host
 
 NO_ORDER = "Set any_order=True if the order of its batches does not matter."
 EVALUATION = -1  # takes the place of the epoch
+OWN = -2  # takes the place of the rank in the seed of generators that a loader owns
 ALIKE = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
     "multiprocessing_context", "persistent_workers",
@@ -59,15 +61,31 @@ class Source:
     whether copies hold the loader's own state, as of torchdata's StatefulDataLoader. `fingerprint`: a digest of the
     newest order, which must be equal on all ranks, or "" if ranks may differ. `uneven`: whether ranks may get different
     numbers of batches, because each rank reads a loader of its own. `stride`: how many batches all ranks together get
-    for each one that this rank gets.
+    for each one that this rank gets. `orders`, `content`: the generators that the newest pass drew from, those of the
+    loader and its samplers, and those of the samples. `apart`: paths of generators that each rank seeds for itself.
     """
 
-    fingerprint, uneven, stride = "", True, 1
+    fingerprint, uneven, stride, apart = "", True, 1, frozenset[str]()
 
     def __init__(self, loader: Any, rank: int, *, device: torch.device, replays: bool = True) -> None:
         self.loader, self.rank, self.device, self.replays = loader, rank, device, replays
         self.stateful = replays and has_state(loader)
         self.in_process = not getattr(loader, "num_workers", 0)
+        self.orders = self.content = Generators({})
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Call each `set_epoch`, which may make generators, and look for them anew. None is seeded if the order does
+        not matter: each resume would begin with the same numbers."""
+        _set_epoch(self.loader, epoch)
+        parts = parts_of(self.loader) if self.replays else {}
+        content = {name: parts.pop(name) for name in CONTENT if name in parts}
+        self.orders = Generators(parts, apart=self.apart, rank=self.rank)
+        self.content = Generators(content, apart=self.apart, rank=self.rank)
+
+    @property
+    def generators(self) -> set[str]:
+        """The paths of all generators that the newest pass found."""
+        return {*self.orders.found, *self.content.found}
 
     def name(self) -> str:
         """Return what the user calls this loader: the type of its data set, or its own type."""
@@ -83,25 +101,35 @@ class Source:
         beginning. `look`: called with the number and the content of each batch of this rank that is loaded again. A
         weight is this rank's share of the global batch, times the number of ranks.
         """
-        _prepare(self.loader, seed, epoch)
+        self.begin_epoch(epoch)
+        self.orders.seed(seed)
+        self.content.seed(seed)
         own, first = derive_seed(seed, self.rank), 0
         seed_everything(own, self.device)  # DataLoader workers derive their seeds from this state
         # The state may be missing: a copy that another rank rescued has only the state of that rank's loader
         if self.stateful and state is not None:
             self.loader.load_state_dict(state)
             first = skip
-        batches = self._seeded(iter(Workers(self.loader)), own, count(first))
+        workers = Workers(self.loader, PassSeeds(own, seed, self.apart, self.rank))
+        generators = () if self.stateful else (self.orders, self.content)
+        batches = self._seeded(iter(workers), own, count(first), generators, derive_seed(seed, OWN))
         for number in range(first, skip if self.replays else first):
             found = next(batches, END)
             if look is not None:
                 look(number if found is not END else 0, found)  # batch 0 is not END: the loader has fewer batches now
         return zip(batches, repeat(1.0))
 
-    def _seeded(self, batches: Iterator[Any], seed: int, numbers: Iterable[int]) -> Iterator[Any]:
+    def _seeded(
+        self, batches: Iterator[Any], seed: int, numbers: Iterable[int], generators: Iterable[Generators], own: int
+    ) -> Iterator[Any]:
         """Iterate over `batches`, which have these numbers. The random state in which the main process loads a batch
-        depends on its number alone, not on what the training drew. A sampler draws there, even if workers load."""
+        depends on its number alone, not on what the training drew. A sampler draws there, even if workers load. The
+        loader's own `generators` are seeded from `own` in the same way."""
+        generators = [each for each in generators if each.found]
         for number in numbers:
             seed_everything(seed + number, self.device)
+            for each in generators:
+                each.seed(own + number)
             if (batch := next(batches, END)) is END:
                 return
             yield batch
@@ -130,7 +158,7 @@ class Split(Source):
         begin = skip // self.stride
         first = last_traced(begin) if look is not None and skip else begin  # this batch is loaded again
         if skip and self.whole is not None:
-            _prepare(self.loader, seed, epoch)
+            self.begin_epoch(epoch)
             drawn = iter(remaining(self.whole, self.loader, skip - (begin - first) * self.stride))
         else:
             drawn = islice(self._draw(seed, epoch), first, None)
@@ -139,7 +167,8 @@ class Split(Source):
             drawn, numbers = chain(islice(drawn, 1), islice(drawn, begin - first - 1, None)), chain([first], numbers)
         batches = self._rank_loader.read(self._split(drawn, weights), seed)
         if self.in_process:  # workers draw with a seed for each sample
-            batches = self._seeded(batches, derive_seed(seed, self.rank), numbers)
+            own = derive_seed(seed, self.rank)
+            batches = self._seeded(batches, own, numbers, (self.content,), own)
         pairs = ((batch, weights.popleft()) for batch in batches)
         if first < begin and look is not None:
             look(first, next(pairs, (END, 0.0))[0])
@@ -147,17 +176,17 @@ class Split(Source):
 
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """Iterate over the global batches, each a list of sample indices."""
-        _prepare(self.loader, seed, epoch)
-        drawn = drawn_apart(self.loader.batch_sampler, seed)
+        self.begin_epoch(epoch)
+        drawn = self.orders.drawn_apart(self.loader.batch_sampler, seed)
         first, kinds = next(drawn), [type(each) for each in _samplers(self.loader)]
         own = [kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.utils.data")]
         if own and not self._checked:
-            _prepare(self.loader, seed, epoch)
-            drawn = drawn_apart(self.loader.batch_sampler, seed)
+            _set_epoch(self.loader, epoch)
+            drawn = self.orders.drawn_apart(self.loader.batch_sampler, seed)
             if _digest(first) != _digest(next(drawn)):
                 raise UserError(
                     f"batches: {own[-1]} must draw the same batches for the same seed, got different ones. Draw from "
-                    f"random, numpy.random or torch without a generator of your own. {NO_ORDER}"
+                    f"random, numpy.random or torch, or from a generator that is an attribute. {NO_ORDER}"
                 )
         self._checked = True
         self.fingerprint = "" if self._share[1] == 1 else _digest(first)
@@ -206,7 +235,7 @@ def source_of(
         )
     if stateful:
         return Source(loader, rank, device=device)
-    if iter(loader) is loader:
+    if isinstance(loader, Iterator) and iter(loader) is loader:  # `iter` may start workers, so others are not asked
         raise UserError(
             f"batches: the loader must be an iterable that can start again, got {type(loader).__name__}, which can "
             f"neither start again nor return its state. Give it state_dict and load_state_dict. {NO_ORDER}"
@@ -224,27 +253,30 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
     seed, num_own = derive_seed(seed, EVALUATION), math.inf
     batch: Any = None
     batches: Iterator[Any]
-    with host_state_kept():
+    _set_epoch(loader, EVALUATION)
+    own = Generators(parts_of(loader))  # perhaps the training's too
+    with own.kept():
         seed_host(seed)
-        _prepare(loader, seed, EVALUATION)
+        own.seed(seed)
         if not _is_map_style(loader) or loader.batch_sampler is None:
-            batches = iter(Workers(loader))
+            batches = iter(Workers(loader, PassSeeds(seed, seed)))
         else:
             sampler = loader.batch_sampler
             if splitting_sampler(loader) is not None:  # it may repeat samples, so that all ranks get the same number
                 sampler = BatchSampler(range(len(loader.dataset)), loader.batch_size or 1, drop_last=False)
             every = list(sampler)
-            own = every[rank::world_size]
-            num_own = len(own)
+            mine = every[rank::world_size]
+            num_own = len(mine)
             padding = every[-1:] if pad and num_own < -(-len(every) // world_size) else []
             rank_loader = _evaluating.get(loader) or _RankLoader(loader)
             if loader.persistent_workers:
                 _evaluating[loader] = rank_loader
-            batches = rank_loader.read(iter([*own, *padding]), seed)
+            batches = rank_loader.read(iter([*mine, *padding]), seed)
             rank, world_size = 0, 1  # this rank uses all batches that it reads
     for number in count():
-        with host_state_kept():
+        with own.kept():
             seed_host(seed + number)  # loading may draw random numbers
+            own.seed(derive_seed(seed, OWN) + number)
             if (found := next(batches, END)) is END:
                 break
         batch = found
@@ -272,7 +304,7 @@ class _RankLoader:
 
     def __init__(self, loader: Any) -> None:
         self._preset, self._workers = _PresetBatches(), loader.num_workers > 0
-        dataset: Any = _Seeded(loader.dataset) if self._workers else loader.dataset
+        dataset: Any = _Seeded(loader.dataset, loader.collate_fn) if self._workers else loader.dataset
         alike: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
         # Without its own generator, a DataLoader draws the workers' seeds from the default one
         self._own = DataLoader(dataset, batch_sampler=self._preset, generator=torch.Generator(), **alike)
@@ -288,25 +320,40 @@ class _RankLoader:
 
 class _Seeded:
     """The data set in worker processes. The random numbers for a sample depend only on the seed and the sample,
-    whichever worker loads it."""
+    whichever worker loads it, also those of generators that the data set owns. `collate` is seeded for each batch."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, collate: Any) -> None:
+        vars(self).update(dataset=dataset, _collate=collate, _generators=None)
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the data set, as a user's `worker_init_fn` does."""
+        setattr(self.dataset, name, value)
+
     def __getitems__(self, numbered: list[tuple[int, Any]]) -> list[Any]:
+        if self._generators is None:  # not before: `worker_init_fn` may make them
+            found = Generators({"dataset": self.dataset}), Generators({"collate_fn": self._collate})
+            vars(self)["_generators"] = found
+        samples, collate = self._generators
+        if collate.found:
+            collate.seed(derive_seed(numbered[0][0], OWN, *(index for _, index in numbered)))
         if getattr(self.dataset, "__getitems__", None):
-            seed_host(derive_seed(numbered[0][0], *(index for _, index in numbered)))
+            self._seed(samples, derive_seed(numbered[0][0], *(index for _, index in numbered)))
             return list(self.dataset.__getitems__([index for _, index in numbered]))
-        samples = []
+        loaded = []
         for seed, index in numbered:
-            seed_host(derive_seed(seed, index))
-            samples.append(self.dataset[index])
-        return samples
+            self._seed(samples, derive_seed(seed, index))
+            loaded.append(self.dataset[index])
+        return loaded
+
+    @staticmethod
+    def _seed(samples: Generators, seed: int) -> None:
+        seed_host(seed)
+        samples.seed(seed)
 
 
 def _is_map_style(loader: Any) -> bool:
@@ -320,13 +367,11 @@ def _samplers(loader: Any) -> list[Any]:
     return [each for number, each in enumerate(found) if each is not None and each not in found[:number]]
 
 
-def _prepare(loader: Any, seed: int, epoch: int) -> None:
-    """Call each `set_epoch` of the loader, its samplers and its data set, and seed their generators."""
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Call each `set_epoch` of the loader, its samplers and its data set."""
     for each in (loader, *_samplers(loader), getattr(loader, "dataset", None)):
         if hasattr(each, "set_epoch"):
             each.set_epoch(epoch)
-        if isinstance(generator := getattr(each, "generator", None), torch.Generator):
-            generator.manual_seed(seed)
 
 
 def _digest(batches: list[Any]) -> str:

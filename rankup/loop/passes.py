@@ -9,13 +9,14 @@ from typing import Any
 
 from rankup.errors import UserError
 from rankup.loop.batches import END, NO_ORDER, Source, Split
+from rankup.loop.generators import KNOWN
 from rankup.loop.reporting import OVER
 from rankup.loop.trace import Trace, digest_of
 from rankup.seeds import derive_seed
 
 OTHER_BATCH = (
     "gives another batch when it loads one again, so a resume changes the weights. Let it draw from random, "
-    "numpy.random or torch, without a generator of its own"
+    "numpy.random or torch, or from a generator that is an attribute"
 )
 
 
@@ -31,6 +32,7 @@ class Batches:
     def __init__(self, job: Any, source: Source) -> None:
         """`job`: a `rankup.loop.job.Job`, whose module imports this one."""
         self._job, self._source, self._weight, self._said = job, source, 1.0, set[str]()
+        self._generators: set[str] | None = None  # paths of those that were there before the first pass
 
     def __len__(self) -> int:
         return len(self._source.loader)
@@ -52,11 +54,29 @@ class Batches:
             self._said.add(text)
             self._job.group.log.warning(f"batches: {text}")
 
+    def _begin_generators(self) -> None:
+        """Say which generators rankup seeds, before the first pass. One that each rank has seeded for itself gets a
+        seed for each rank; one that is equal on all ranks may order what the ranks share."""
+        source, group = self._source, self._job.group
+        source.begin_epoch(self._job.epoch)
+        self._generators = source.generators
+        if group.world_size > 1 and not isinstance(source, Split):
+            states = source.orders.digests() | source.content.digests()
+            ranks = group.gather(states)
+            source.apart = frozenset(path for path in states if any(r.get(path) != states[path] for r in ranks))
+        if named := sorted(self._generators - KNOWN):
+            group.log.info(
+                f"batches  {source.name()}: rankup seeds {', '.join(named)} from the run's seed, the epoch and the "
+                "batch or sample, so a resume is exact. The numbers differ from those of plain PyTorch"
+            )
+
     def _open(self, number: int, state: Any, trace: Trace) -> Iterator[tuple[Any, float]]:
         """Return an iterator over the pass's batches behind those of finished steps, with their weights. Raises
         UserError if a batch that is loaded again is another one now."""
         job, source, loop, group = self._job, self._source, self._job.loop, self._job.group
         seed, done, step = derive_seed(job.settings.seed, loop.epoch, number), loop.streams[number], job.position.step
+        if self._generators is None:
+            self._begin_generators()
         if not done:
             if step == job.progress.first_step > 0 and source.replays and not source.stateful:
                 return self._open_twice(seed)
@@ -156,6 +176,11 @@ class Batches:
                     job.commit()
         skip, trace = loop.streams[number], Trace(rolls=not isinstance(source, Split))
         pairs = self._open(number, state, trace) if skip != OVER else iter(())
+        if self._generators is not None and (new := sorted(source.generators - self._generators)):
+            self._warn(
+                f"{source.name()} made the generator {new[0]} during a pass, so a resume changes its numbers. Make it "
+                "before the first pass, in __init__"
+            )
         if order := source.fingerprint:
             group.must_match("batches: the order of the samples", order, remedy=(
                 "A sampler must draw the same order on all ranks, or split the data as DistributedSampler does."

@@ -23,7 +23,7 @@ from rankup.state.saver import Options
 # Raise FORMAT if you add, remove or redefine a field, or change how random numbers are drawn. Copies hold no generator
 # state: each step, epoch and sample derives its own seed. rankup refuses a copy of another format, because the resumed
 # run would silently get other weights.
-FORMAT = 10
+FORMAT = 11
 OVER = -1  # the number of batches of a pass that has ended; its loader's state is the one for the next pass
 
 

@@ -98,7 +98,7 @@ from tests.rigs.faulting_workload import stop_is_known
 
 class Numbers(Dataset):
     def __init__(self):
-        self.own = random.Random()
+        self.own = random.SystemRandom()
     def __len__(self):
         return int(os.environ.get('SAMPLES', '96'))
     def __getitem__(self, index):
@@ -143,9 +143,9 @@ with open(f'seen-{job.rank}-{os.getpid()}', 'w') as seen:
 job.finish()
 """
 OWN_ORDER = {
-    "stream": "DataLoader(Stream(random.Random()), batch_size=4)",
-    "stream with workers": "DataLoader(Stream(random.Random()), batch_size=4, num_workers=1)",
-    "stream of texts": "DataLoader(Stream(random.Random(), text=True), batch_size=4)",
+    "stream": "DataLoader(Stream(random.SystemRandom()), batch_size=4)",
+    "stream with workers": "DataLoader(Stream(random.SystemRandom()), batch_size=4, num_workers=1)",
+    "stream of texts": "DataLoader(Stream(random.SystemRandom(), text=True), batch_size=4)",
     "iterable": "Shuffled()",
     "list": "random.Random(os.urandom(8)).sample(range(96), 96)",
 }
@@ -287,6 +287,196 @@ def test_loader_that_gives_all_ranks_the_same_goes_on_with_other_ranks(forks: Fo
     text = READ.replace("KIND", "DataLoader(Stream(None), batch_size=2)")
     ran(forks, tmp_path, text, ranks=2, STOP="4", ALL="1", code=143)
     ran(forks, tmp_path, text, ranks=3, ALL="1")
+
+
+# Generators that a loader owns and that live on across epochs. `KIND` is a loader
+OWNED = """
+import functools, os, random, numpy, torch, rankup
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+in_module = numpy.random.default_rng(0)
+
+class Crop:
+    __slots__ = ('rng',)
+    def __init__(self, rng):
+        self.rng = rng
+    def __call__(self, x):
+        return x + self.rng.random()
+
+class Draw:
+    def __init__(self, draw):
+        self.draw = draw
+    def __call__(self, x):
+        return x + self.draw()
+
+class Compose:
+    def __init__(self, transforms):
+        self.transforms = transforms
+    def __call__(self, x):
+        for each in self.transforms:
+            x = each(x)
+        return x
+
+class Samples(Dataset):
+    def __init__(self, transform=float):
+        self.transform, self.big = transform, list(range(100000))
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        return self.transform(index)
+
+class FromModule(Samples):
+    def __getitem__(self, index):
+        return index + in_module.random()
+
+class Stream(IterableDataset):
+    def __init__(self, rng):
+        self.rng = rng
+    def __iter__(self):
+        order = [float(n) for n in range(24)]
+        self.rng.shuffle(order)
+        for n in order:
+            yield n + self.rng.random()
+
+class Noisy(IterableDataset):  # with the global numbers
+    def __iter__(self):
+        return (n + random.random() + torch.rand(()).item() for n in range(24))
+
+class Shuffled:
+    def __init__(self):
+        self.rng = random.Random(3)
+    def __iter__(self):
+        return iter(self.rng.sample(range(24), 6))
+
+class Order:
+    def __init__(self, rng):
+        self.rng = rng
+    def __len__(self):
+        return 24
+    def __iter__(self):
+        return iter(self.rng.permutation(24).tolist())
+
+def collate(samples, rng):
+    return torch.tensor(samples) + rng.random()
+
+def mixed(rng):
+    return lambda samples: torch.tensor(samples) + torch.rand((), generator=rng)
+
+def seed_worker(worker):
+    torch.utils.data.get_worker_info().dataset.rng = random.Random(worker)
+
+job, seen = rankup.init('run'), []
+job.track(seen=seen)
+both = numpy.random.RandomState(5)
+MORE = dict(WORKERS, batch_size=4)
+loader = KIND
+for epoch in job.epochs(int(os.environ.get('EPOCHS', '3'))):
+    for x in job.batches(loader):
+        with job.step():
+            seen.append(torch.as_tensor(x).double().sum().item())
+        if os.environ.get('DIE') == f'{epoch}:{len(seen) % 6}':
+            job.save(wait=True)
+            os.kill(os.getpid(), 9)
+        if len(seen) % 6 == 3:
+            both.rand(), in_module.random()  # code of the loop draws from the same generators
+            for x in job.eval_batches(DataLoader(loader.dataset, 4) if hasattr(loader, 'dataset') else loader):
+                both.rand()
+print('seen', seen)
+job.finish()
+"""
+OWNED_KINDS = {
+    "stream": "DataLoader(Stream(random.Random(0)), **MORE)",
+    "stream without a seed": "DataLoader(Stream(random.Random()), **MORE)",
+    "iterable": "Shuffled()",
+    "transforms": "DataLoader(Samples(Compose([functools.partial(Crop(numpy.random.default_rng(1)))])), **MORE)",
+    "collate function": "DataLoader(Samples(), collate_fn=functools.partial(collate, rng=random.Random(1)), **MORE)",
+    "closure": "DataLoader(Samples(), collate_fn=mixed(torch.Generator()), **MORE)",
+    "sampler": "DataLoader(Samples(), sampler=Order(numpy.random.RandomState(4)), **MORE)",
+    "sampler and transform with one": "DataLoader(Samples(Draw(both.rand)), "
+                                      "sampler=Order(both), **MORE)",
+    "module": "DataLoader(FromModule(), **MORE)",
+}
+WORKERS = {"0": "num_workers=0", "2": "num_workers=2", "persistent": "num_workers=2, persistent_workers=True"}
+CASES = [
+    *((kind, "0") for kind in OWNED_KINDS),
+    *((kind, "2") for kind in ("stream", "transforms", "collate function", "sampler", "module")),
+    *((kind, "persistent") for kind in ("stream", "transforms", "collate function", "seeded by workers", "global")),
+]
+OWNED_KINDS |= {
+    "seeded by workers": "DataLoader(Stream(random.Random(0)), worker_init_fn=seed_worker, **MORE)",
+    "global": "DataLoader(Noisy(), **MORE)",
+}
+
+
+@pytest.mark.parametrize(("kind", "workers"), CASES)
+def test_loader_with_generators_of_its_own_resumes_exactly(
+    forks: Forks, tmp_path: Path, kind: str, workers: str
+) -> None:
+    """The runs resume at the end of an epoch, and inside one."""
+    text = OWNED.replace("KIND", OWNED_KINDS[kind]).replace("WORKERS", WORKERS[workers])
+    whole = said(ran(forks, tmp_path, text), "seen")
+    for how in ({"EPOCHS": "1"}, {"DIE": "1:4"}):
+        (tmp_path / "run").rename(tmp_path / f"before {how}")
+        ran(forks, tmp_path, text, **how, code=-signal.SIGKILL if "DIE" in how else 0)
+        assert said(ran(forks, tmp_path, text), "seen") == whole, how
+
+
+SHARED = """
+import random, torch, rankup
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+class Shared(IterableDataset):
+    def __init__(self):
+        self.order, self.noise = random.Random(0), random.Random(job.rank)
+    def __iter__(self):
+        order = [*range(24)]
+        self.order.shuffle(order)
+        return ((n, self.noise.random()) for n in order[job.rank :: job.world_size])
+
+class Late(IterableDataset):
+    rng = None
+    def __iter__(self):
+        self.rng = self.rng or random.Random(0)
+        return iter(self.rng.sample(range(24), 24))
+
+class Opened(Dataset):
+    file = None
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        return self.file[index]
+
+def open_file(worker):
+    get_worker_info().dataset.file = [*range(100, 124)]
+
+job = rankup.init('run')
+for epoch in job.epochs(2):
+    for batch in job.batches(loader := KIND if epoch == 0 else loader):
+        with job.step():
+            print('ids', *batch[0].tolist() if isinstance(batch, list) else torch.as_tensor(batch).reshape(-1).tolist())
+            print('noise', *batch[1].tolist() if isinstance(batch, list) else ())
+job.finish()
+"""
+
+
+def test_ranks_share_the_generators_that_they_have_seeded_equally(forks: Forks, tmp_path: Path) -> None:
+    output = ran(forks, tmp_path, SHARED.replace("KIND", "DataLoader(Shared(), batch_size=4)"), ranks=3)
+    ids, noise = ([word for line in output.splitlines() if line.startswith(what) for word in line.split()[1:]]
+                  for what in ("ids ", "noise "))
+    assert sorted(map(int, ids)) == sorted([*range(24)] * 2)  # all ranks split one order, in both epochs
+    assert len({*noise}) == 48
+    assert output.count("Shared: rankup seeds dataset.noise, dataset.order from the run's seed, the epoch") == 1
+
+
+def test_generator_that_a_pass_makes_is_reported(forks: Forks, tmp_path: Path) -> None:
+    output = ran(forks, tmp_path, SHARED.replace("KIND", "DataLoader(Late(), batch_size=4)"))
+    assert output.count("Late made the generator dataset.rng during a pass, so a resume changes its numbers") == 1
+
+
+def test_worker_may_set_attributes_of_its_data_set(forks: Forks, tmp_path: Path) -> None:
+    loader = "DataLoader(Opened(), batch_size=4, num_workers=1, worker_init_fn=open_file)"
+    output = ran(forks, tmp_path, SHARED.replace("KIND", loader))
+    assert sum(line.startswith("ids 1") for line in output.splitlines()) == 12
 
 
 # Code that fetches ahead, and code that only looks like it ------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from rankup.errors import UserError
 from rankup.loop.batches import evaluation_batches, part_of, source_of
+from rankup.loop.generators import AHEAD
 from rankup.loop.trace import Trace, digest_of, last_traced
-from rankup.seeds import AHEAD
 
 
 class Numbers(Dataset[int]):
