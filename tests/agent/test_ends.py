@@ -103,15 +103,15 @@ def lose_node(ends: Ends, *, after_s: float, next_size: int = 4, cause: int | No
 
 
 @pytest.mark.parametrize(("after_s", "sizes", "codes"), [
-    (HEALTHY_S, [4] * 6, [None] * 6),  # a node a day, for a month
-    (HEALTHY_S / 2, [4] * 4, [None, None, None, 137]),  # whatever comes back fails again and again
-    (1.0, [3, 2, 1], [None] * 3),  # spot nodes are taken away one by one
-    (1.0, [3, 4, 3, 4], [None, None, None, 137]),  # they come back, and are lost again
+    (HEALTHY_S, [6] * 6, [None] * 6),  # a node a day, for a month
+    (HEALTHY_S / 2, [6] * 4, [None, None, None, 137]),  # whatever comes back fails again and again
+    (1.0, [5, 4, 3, 2, 1], [None] * 5),  # spot nodes are taken away one by one
+    (1.0, [5, 6, 5, 6], [None, None, None, 137]),  # they come back, and are lost again
 ])
 def test_lost_node_of_a_healthy_unchanged_script_does_not_use_up_the_restarts(
     after_s: float, sizes: list[int], codes: list[int | None]
 ) -> None:
-    ends = Ends(4, 3)
+    ends = Ends(6, 3)
     found = [lose_node(ends, after_s=after_s, next_size=size) for size in sizes]
     assert [verdict.code for verdict in found] == codes
     if after_s >= HEALTHY_S:
