@@ -217,6 +217,8 @@ class ExitHandler:
         try:
             if self.job is None or not self.job.loop_is_over:
                 said = getattr(sys, "last_value", None)  # `sys.exit("text")` of a forked rank, or a notebook's error
+                if isinstance(said, SystemExit) and isinstance(said.code, int):
+                    raise said  # its code is that of this process
                 text = f": {said}" if isinstance(said, SystemExit) else ""
                 raise RuntimeError(f"the script ended without job.finish(){text}")
             self.job.finish()

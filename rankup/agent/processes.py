@@ -195,9 +195,11 @@ def be_python(argv: list[str], tell: Callable[[int, str], None] = lambda code, w
             exec(compile(text, file, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
         code = FINISHED if error.code is None else error.code
+        if code:
+            sys.last_value = error  # as Python does for any other error: an open job reads it when this process ends
         if not isinstance(code, int):
             print(code, file=sys.stderr)
-            code, why, sys.last_value = FAULT, reason(error), error  # as Python does for any other error
+            code, why = FAULT, reason(error)
     except BaseException as error:
         code, why = _show(error), reason(error)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons

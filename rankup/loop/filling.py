@@ -161,6 +161,11 @@ class Filling:
 def load_optimizer(optimizer: Optimizer, values: dict[str, Any]) -> None:
     """Restore an optimizer to what its state_dict returned. torch casts each tensor to the type of its parameter, which
     a state in float32 of parameters in bfloat16 does not survive, and breaks texts. So restore these a second time."""
+    if len(values["param_groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"it has {len(optimizer.param_groups)} groups of parameters, and the copy has "
+            f"{len(values['param_groups'])}. Add groups before job.track, such as layers that train later"
+        )
     parameters = dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
     state = {
         key: {kind: laid_out(value, parameters.get(key)) for kind, value in kept.items()} if isinstance(kept, dict)

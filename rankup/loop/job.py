@@ -352,7 +352,7 @@ class Job:
         self.loop.logged += 1
         position = self.position
         earlier = (position.metrics or {}) if position.evaluated == position.step else {}
-        own = {name: number_of(value) for name, value in values.items()}
+        own = {name: number_of(f"job.log: {name}", value) for name, value in values.items()}
         with contextlib.nullcontext() if self._step.inside else self.commit_lock:
             position.metrics, position.evaluated = earlier | own, position.step
         self.reporting.metrics.write(evaluation(position.step, own))

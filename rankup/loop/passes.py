@@ -166,6 +166,12 @@ class Batches:
                 "batches: `except StopIteration` must restart a loader that was used before, got a new one, which "
                 "has no place in a resumed run. Build the loader once, above the loop."
             )
+        if loop.left_after:
+            self._warn(
+                f"the loop left its last pass after {loop.left_after} batches. If it counts batches in a variable, as "
+                "with enumerate, a resume inside a pass changes the weights: it counts from 0. Limit the sampler"
+            )
+            loop.left_after = None
         number, state = loop.begin_pass(self, source)
         if number and not (again or loop.running or loop.fetched or loop.has_epochs):  # code ran after the last pass
             job.tracked.check_unchanged(after_epoch=True)
@@ -210,7 +216,13 @@ class Batches:
                 streams[number] += stride
                 job.reseed()
                 step = position.step
-                yield batch
+                try:
+                    yield batch
+                except GeneratorExit:
+                    # Of several loaders, the shortest ends the loop
+                    if loop.begun == [self] and loop.left_after is not None:
+                        loop.left_after = streams[number] // stride
+                    raise
                 fetched += 1
                 if position.step > step:
                     if position.step > step + 1 and loop.running[0] is self:

@@ -36,6 +36,8 @@ class LoopState:
     `running`: the loops over batches or steps that have not ended. `fetched`: batches since the last commit. `weight`:
     `job.weight`. `batch_weight`: the weight of the newest batch of `job.batches`, for `weight` after an evaluation.
     `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds. `logged`: calls of `job.log`.
+    `left_after`: how many batches of its newest pass the loop took before it left that pass by `break`, or 0; None once
+    that was said.
     """
 
     def __init__(self, position: Position, states: list[Any], record: dict[str, Any]) -> None:
@@ -48,6 +50,7 @@ class LoopState:
         self.running: list[Any] = []
         self.fetched, self.weight, self.batch_weight, self.weight_asked = 0, 1.0, 1.0, False
         self.changes_to_repeat, self.logged = position.changes, 0
+        self.left_after: int | None = 0
 
     def begin_epoch(self) -> None:
         self.epoch += 1
@@ -165,7 +168,7 @@ class Reporting:
         It is made before the step is finished, so that an attempt that resumes from any rank's state can write it.
         `values`: see `Job.step`. `weight`: `Job.weight`. `logged`: this rank's calls of `job.log`.
         """
-        own = [number_of(value) for value in values.values()]  # waits for the device
+        own = [number_of(f"job.step: {name}", value) for name, value in values.items()]  # waits for the device
         if not self._reports.load:
             self._reports.load = self.group.gather(weight)
         own += [logged, logged**2]
@@ -205,6 +208,12 @@ class Reporting:
             write_atomically(self.group.run_dir / name, content, check=check)
 
 
-def number_of(value: Any) -> float:
-    """Return a number or scalar tensor as a float. Waits for the device."""
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+def number_of(where: str, value: Any) -> float:
+    """Return a number or scalar tensor as a float. Waits for the device. Raises UserError for anything else."""
+    tensor = isinstance(value, torch.Tensor)
+    if tensor and value.numel() != 1:
+        raise UserError(f"{where} must be a number, got a tensor of shape {[*value.shape]}. Take its mean.")
+    try:
+        return float(value.detach() if tensor else value)
+    except (TypeError, ValueError):
+        raise UserError(f"{where} must be a number, got {type(value).__name__}. Leave it out.") from None

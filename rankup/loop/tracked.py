@@ -68,6 +68,8 @@ class Tracked:
                 raise UserError(f"track: {name} must be a new name of letters and digits. Give the item another name.")
             if not (isinstance(item, FILLED_IN_PLACE) or has_state(item)):
                 encode({name: item})  # raises UserError if a dict of it can't be kept either
+                if item is None:
+                    raise UserError(f"track: {name} must be an object to keep, got None. Leave it out on all ranks.")
                 raise UserError(
                     f"track: {name} must have state_dict and load_state_dict, or be a dict, a list or a tensor, got "
                     f"{type(item).__name__}, which can't be filled in place. Put it into a dict: {name}={{...}}."

@@ -172,7 +172,8 @@ def watch_optimizers(tracked: Tracked, say: Callable[[str], None]) -> None:
     """
     if any(not isinstance(item, HOLD_NO_OPTIMIZER) for item in tracked.items.values()):
         return  # such an item may hold modules and optimizers
-    kept = {name: parameters_of(item) for name, item in tracked.items.items() if isinstance(item, Optimizer)}
+    optimizers = {name: item for name, item in tracked.items.items() if isinstance(item, Optimizer)}
+    kept = {name: parameters_of(item) for name, item in optimizers.items()}
     said, this = set[int](), weakref.ref(tracked)  # torch never removes the hook
 
     def look(optimizer: Optimizer, *_: Any) -> None:
@@ -191,7 +192,12 @@ def watch_optimizers(tracked: Tracked, say: Callable[[str], None]) -> None:
         if scaler is not None and scaler.is_enabled() and id(scaler) not in {*said, *map(id, tracked.items.values())}:
             said.add(id(scaler))
             say("track: GradScaler works and is not tracked: a restart resets its scale, and the weights will differ")
-        if name is None and (optimizer.state or lost) and said.isdisjoint(own):
+        # A tracked optimizer may wrap the one that steps, as Accelerate's does
+        known = any(
+            each.state is optimizer.state or each.param_groups is optimizer.param_groups
+            or getattr(each, "optimizer", None) is optimizer for each in optimizers.values()
+        )
+        if not known and (optimizer.state or lost) and said.isdisjoint(own):
             said.update(own)
             what = " and ".join(["its state"] * bool(optimizer.state) + ["its parameters"] * bool(lost))
             say(f"track: {kind} steps and is not tracked: a restart resets {what}, and the weights will differ")

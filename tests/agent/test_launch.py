@@ -307,6 +307,13 @@ def test_exit_of_a_script_has_a_cause(begin: str, cause: str, forks: Forks, tmp_
     assert cause in diagnose_files([tmp_path / "runs/job"])[0].seen
 
 
+def test_exit_code_of_a_script_with_an_open_job_is_its_own(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, "import rankup\nrankup.init(folder / 'runs/job')\nsys.exit(3)")
+    output = forks.ends("launch", f"--run-dir={tmp_path}/runs", script, code=3)
+    assert "ended with 3 (SystemExit: 3) (exit code 3)" in output
+    assert status(tmp_path)["code"] == 3
+
+
 def test_rank_that_ends_with_0_while_others_exchange_is_the_cause_and_nothing_is_repeated(
     forks: Forks, tmp_path: Path
 ) -> None:

@@ -479,6 +479,32 @@ def test_worker_may_set_attributes_of_its_data_set(forks: Forks, tmp_path: Path)
     assert sum(line.startswith("ids 1") for line in output.splitlines()) == 12
 
 
+LEFT = """
+import rankup
+job = rankup.init('run')
+for epoch in job.epochs(3):
+    passes = job.batches([*range(9)])
+    for i, x in enumerate(LOOP):
+        with job.step():
+            pass
+        if BREAK:
+            break
+job.finish()
+"""
+
+
+@pytest.mark.parametrize(("loop", "where", "said_so"), [
+    ("passes", "i == 4", True), ("passes", "epoch == 2 and i == 4", False),
+    ("zip(job.batches([*range(5)]), passes)", "False", False), ("passes", "i == 8 and epoch == 2", False),
+])
+def test_pass_that_a_loop_leaves_is_reported(
+    forks: Forks, tmp_path: Path, loop: str, where: str, said_so: bool
+) -> None:
+    """A resumed loop counts its batches from 0, and would leave its pass later. The last pass does no harm."""
+    output = ran(forks, tmp_path, LEFT.replace("LOOP", loop).replace("BREAK", where))
+    assert output.count("the loop left its last pass after 5 batches") == said_so
+
+
 # Code that fetches ahead, and code that only looks like it ------------------------------------------------------------
 
 AHEAD = """

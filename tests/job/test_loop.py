@@ -484,3 +484,13 @@ def test_slow_rank_is_named_and_status_has_speed_and_goodput(
     assert found["per_s"] > 0
     assert found["goodput"]["share"] > 0
     assert found["metrics"].keys() >= {"train/steps_per_s"}
+
+
+@pytest.mark.parametrize("value", ["'good'", "torch.ones(3)", "None", "[1.0]"])
+@pytest.mark.parametrize("call", ["job.log(x=VALUE)", "with job.step(x=VALUE): pass"])
+def test_metric_that_is_no_number_is_the_users_mistake(forks: Forks, tmp_path: Path, call: str, value: str) -> None:
+    text = "import rankup, torch\njob = rankup.init('run', log_every_steps=1)\n"
+    text += f"{call.replace('VALUE', value)}\njob.finish()"
+    output = ran(forks, tmp_path, text, code=2)
+    assert ": x must be a number, got" in output
+    assert "Traceback" not in output

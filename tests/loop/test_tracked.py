@@ -3,6 +3,7 @@ tests that a restored loop continues with the same bits."""
 
 import contextlib
 import random
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,7 @@ def test_tracked_state_is_that_of_the_last_commit(buffer: bool) -> None:
 
 
 @pytest.mark.parametrize(("item", "why"), [
+    (None, "track: bad must be an object to keep, got None. Leave it out on all ranks"),
     (1.5, "track: bad must have state_dict and load_state_dict.*Put it into a dict"),
     ({"a": [1, {2}]}, r"state: bad/a\.1 must be .*got builtins\.set"),
     (torch.eye(2).to_sparse(), "state: bad must be a dense tensor"),
@@ -83,18 +85,20 @@ def test_untracked_optimizer_that_steps_is_named_once() -> None:
     watch_optimizers(tracked, said.append)
     plain = torch.optim.SGD(nn.Linear(2, 1).parameters())  # it has no state
     other = torch.optim.AdamW(nn.Linear(2, 1).parameters())
-    for optimizer in (adam, plain, other, other):
+    second = torch.optim.RMSprop([model.bias])  # a tracked one trains this parameter too
+    for optimizer in (adam, plain, other, other, second):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     resets = ["SGD steps and is not tracked: a restart resets its parameters",
-              "AdamW steps and is not tracked: a restart resets its state and its parameters"]
+              "AdamW steps and is not tracked: a restart resets its state and its parameters",
+              "RMSprop steps and is not tracked: a restart resets its state"]
     assert said == [f"track: {each}, and the weights will differ" for each in resets]
     tracked._checks = 0  # as after the first steps
     (weight := nn.Parameter(torch.ones(1))).grad = torch.ones(1)
     torch.optim.AdamW([weight]).step()
-    assert len(said) == 2
+    assert len(said) == 3
 
 
 @pytest.mark.parametrize(("own", "device", "fits"), [
@@ -146,6 +150,15 @@ def test_scaler_in_use_that_is_not_tracked_is_named_once(kept: bool, enabled: bo
         scaler.update()
     why = "GradScaler works and is not tracked: a restart resets its scale, and the weights will differ"
     assert said == ([] if kept or not enabled else [f"track: {why}"])
+
+
+def test_optimizer_with_other_groups_than_the_copy_is_refused_in_words() -> None:
+    model, tracked = nn.Linear(2, 1), Tracked()
+    tracked.add({"adam": torch.optim.Adam([model.weight])})
+    state = deepcopy(tracked.state())
+    state["adam"]["param_groups"].append({**state["adam"]["param_groups"][0], "params": [1]})
+    with pytest.raises(ValueError, match="adam: it has 1 groups of parameters, and the copy has 2"):
+        tracked.load(state)
 
 
 def test_optimizer_may_have_any_names_of_settings() -> None:
