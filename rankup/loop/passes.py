@@ -11,7 +11,7 @@ from rankup.errors import UserError
 from rankup.loop.batches import END, NO_ORDER, Source, Split
 from rankup.loop.generators import KNOWN
 from rankup.loop.reporting import OVER
-from rankup.loop.trace import Trace, digest_of
+from rankup.loop.trace import Trace, digest_of, digests_of_data
 from rankup.seeds import derive_seed
 
 OTHER_BATCH = (
@@ -64,6 +64,14 @@ class Batches:
             states = source.orders.digests() | source.content.digests()
             ranks = group.gather(states)
             source.apart = frozenset(path for path in states if any(r.get(path) != states[path] for r in ranks))
+        elif group.world_size > 1 and not source.uneven:
+            ranks = group.gather(digests_of_data(source.loader.dataset))
+            other = [path for path in ranks[0] if any(path in each and each[path] != ranks[0][path] for each in ranks)]
+            if other and group.is_rank0:
+                self._warn(
+                    f"{other[0]} of {source.name()} differs between ranks, as if the script had split the data. rankup "
+                    "splits each batch too, so no rank trains on all of its data. Give all ranks the same data set"
+                )
         if named := sorted(self._generators - KNOWN):
             group.log.info(
                 f"batches  {source.name()}: rankup seeds {', '.join(named)} from the run's seed, the epoch and the "

@@ -35,6 +35,17 @@ class Trace:
         return self.value
 
 
+def digests_of_data(dataset: Any) -> dict[str, int]:
+    """Return digests of the lists, arrays and tensors that a data set and the data sets in it hold, by path."""
+    found, path = dict[str, int](), "dataset"
+    for _ in range(4):
+        attributes = getattr(dataset, "__dict__", {})
+        found |= {f"{path}.{name}": digest_of(value) for name, value in attributes.items()
+                  if isinstance(value, list | tuple | torch.Tensor) or hasattr(value, "__array_interface__")}
+        dataset, path = attributes.get("dataset"), f"{path}.dataset"
+    return found
+
+
 def digest_of(batch: Any, before: int = 0) -> int:
     """Return a digest of 32 bits of a batch of any structure, following the digest `before`.
 

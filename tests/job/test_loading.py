@@ -454,7 +454,7 @@ for epoch in job.epochs(2):
     for batch in job.batches(loader := KIND if epoch == 0 else loader):
         with job.step():
             print('ids', *batch[0].tolist() if isinstance(batch, list) else torch.as_tensor(batch).reshape(-1).tolist())
-            print('noise', *batch[1].tolist() if isinstance(batch, list) else ())
+            print('noise', *batch[-1].tolist() if isinstance(batch, list) else ())
 job.finish()
 """
 
@@ -503,6 +503,16 @@ def test_pass_that_a_loop_leaves_is_reported(
     """A resumed loop counts its batches from 0, and would leave its pass later. The last pass does no harm."""
     output = ran(forks, tmp_path, LEFT.replace("LOOP", loop).replace("BREAK", where))
     assert output.count("the loop left its last pass after 5 batches") == said_so
+
+
+@pytest.mark.parametrize(("data", "says"), [
+    ("torch.utils.data.Subset(range(24), [*range(24)][job.rank :: job.world_size])", "dataset.indices of Subset"),
+    ("torch.utils.data.TensorDataset(torch.arange(24)[job.rank :: 2])", "dataset.tensors of TensorDataset"),
+    ("torch.utils.data.Subset(torch.utils.data.Subset(range(24), range(24)), [*range(12)])", ""),
+])
+def test_data_that_the_script_has_split_are_reported(forks: Forks, tmp_path: Path, data: str, says: str) -> None:
+    output = ran(forks, tmp_path, SHARED.replace("KIND", f"DataLoader({data}, batch_size=4)"), ranks=2)
+    assert output.count(f"{says} differs between ranks") == (1 if says else 0)
 
 
 # Code that fetches ahead, and code that only looks like it ------------------------------------------------------------
