@@ -1,9 +1,11 @@
 """Repositories of users in real containers, with nothing of rankup but its wheel. `rankup add` writes files, compose
-builds the image and trains, a rank is killed, and the weights equal those of the same script on this machine."""
+builds the image and trains, and so do the pods of the manifest. A rank is killed each time, and the weights equal those
+of the same script on this machine."""
 
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import tomllib
@@ -13,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.rigs import own_venv, repositories
-from tests.rigs.containers import Project, docker
+from tests.rigs.containers import Project, docker, rank_of
 from tests.rigs.jobs import ROOT, environment, wait_for
+from tests.rigs.kubepods import Cluster
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 BASE = """FROM rankup:runtime
@@ -52,14 +55,14 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Stranger(Project):
-    """A user's repository with what `rankup add compose` wrote there."""
+    """A user's repository with what `rankup add compose k8s` wrote there."""
 
     def __init__(self, made: repositories.Repository, rankup: Path, base: str, index: str) -> None:
         super().__init__(folder := made.folder)
         (folder / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {index}\n")
         (folder / "uv.toml").write_text(f'no-index = true\nfind-links = ["{index}"]\n')
         self.image = f"rankup-test-user:{secrets.token_hex(4)}"
-        line = f"{rankup} add compose --image {self.image} --base {base} {made.options} {made.script}"
+        line = f"{rankup} add compose k8s --image {self.image} --base {base} {made.options} {made.script}"
         subprocess.run(line.split(), cwd=folder, env=environment({"PYTHONPATH": ""}), check=True)
         self.env |= {"PIP_CONF": str(folder / "pip.conf"), "UV_CONF": str(folder / "uv.toml")}
         self.files = ["-f", str(folder / "compose.yaml")]
@@ -72,6 +75,24 @@ class Stranger(Project):
     def remove(self) -> None:
         super().remove()
         docker("rmi", "-f", self.image, check=False)
+
+
+def logs_of_pods(made: repositories.Repository, folder: Path) -> str:
+    """Train in the pods of the repository's manifest, and kill the last rank on the way. Returns their logs."""
+    (manifest,) = (path for path in (made.folder / "k8s").iterdir() if path.name != "volume.yaml")
+    pods = Cluster(folder, str(manifest), [])
+    try:
+        if (made.folder / "points").exists():
+            shutil.copytree(made.folder / "points", pods.data / "points")
+        pods.start()
+        wait_for("step 20", lambda: "step 20" in pods.log(0), timeout_s=300, log=pods.logs)
+        last = next(each for each in pods.processes_now(made.nodes - 1) if rank_of(each) is not None)
+        last.send_signal(signal.SIGKILL)
+        assert pods.codes() == [0] * made.nodes, pods.logs()
+        assert f"rank {made.nodes - 1} on {pods.pods[-1]['name']} ended with 137" in pods.logs(), pods.logs()
+        return pods.logs()
+    finally:
+        pods.remove()
 
 
 @pytest.mark.parametrize("make", [repositories.one_gpu, repositories.package, repositories.own_loop])
@@ -88,6 +109,7 @@ def test_compose_stranger_trains_loses_a_rank_and_ends_with_the_weights_of_this_
         nodes.ranks(f"node{last}")[0].send_signal(signal.SIGKILL)
         assert nodes.codes(*[f"node{number}" for number in range(made.nodes)]) == [0] * made.nodes, nodes.logs()
         logs = nodes.logs()
+        on_pods = logs_of_pods(made, tmp_path / "pods")
     finally:
         nodes.remove()
     assert f"rank {last} on node{last} ended with 137" in logs, logs
@@ -99,4 +121,5 @@ def test_compose_stranger_trains_loses_a_rank_and_ends_with_the_weights_of_this_
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True,
     )
     assert digests == re.findall(r"digest (\w+) extra-word", here.stdout)
+    assert digests == re.findall(r"digest (\w+) extra-word", on_pods)
     assert len(digests) == 1
