@@ -286,8 +286,7 @@ class Job:
         self.saving.begin()
         run.begin(step, lambda: self.reporting.open(commit, changed=changed))
         run.newest = None  # frees the restored state, which every rank would otherwise keep in memory
-        if self.tracked.items:
-            trained.watch_optimizers(self.tracked, group.log.warning)
+        trained.watch_optimizers(self.tracked, group.log.warning)
         group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         group.stop.finish_step_first = True
         self.agreement.begin(step)

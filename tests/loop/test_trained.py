@@ -263,6 +263,13 @@ def test_module_and_optimizer_that_are_not_tracked_are_reported(forks: Forks, tm
     assert output.count("track: SGD steps and is not tracked: a restart resets its parameters") >= 1
 
 
+def test_loop_that_tracks_nothing_is_told_what_a_restart_loses(forks: Forks, tmp_path: Path) -> None:
+    text = script("sgd = torch.optim.SGD(net.parameters(), 0.1)\n" + trained("net(batch(step))", inside="sgd.step()"))
+    text = "".join(line for line in text.splitlines(keepends=True) if "job.track(" not in line)
+    output = ran(forks, tmp_path, text, ranks=2)
+    assert output.count("track: SGD steps and is not tracked: a restart resets its parameters") == 2  # one on each rank
+
+
 def test_loop_of_the_first_page_trains_the_same_weights_on_all_ranks(forks: Forks, tmp_path: Path) -> None:
     """Followed to the letter, around a script for one GPU."""
     (loop,) = (text for language, text in fences((ROOT / "README.md").read_text()) if "job.batches" in text)
