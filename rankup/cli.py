@@ -280,10 +280,13 @@ def launch(given: argparse.Namespace) -> int:
     option("--kind", "KIND", "kind of the manifest (%(default)s)", default="job", choices=files.JOB_KINDS),
     option("--queue", "QUEUE", "Kueue's LocalQueue, which starts all pods or none"),
     option("--secret", "SECRET", "a Secret that the pods prove to each other"),
+    option("--output", "DIR", "a folder that the script writes: in containers it is runs/; as often as needed",
+           action="append", default=[]),
     option("--data-claim", "CLAIM", "volume claim that holds the folders of --data (one that add writes)"),
     option("--base", "IMAGE", "base image; a dot for your Dockerfile (python:3.N-slim-bookworm)"),
     option("--requirements", "FILE", "list of packages (the first of uv.lock, pylock.toml, requirements.txt, "
            "pyproject.toml)"),
+    option("--extra", "NAME", "an extra of the project to install, as often as needed", action="append", default=[]),
     option("--apt", "PACKAGE", "a Debian package for the image, as often as needed", action="append", default=[]),
     option("--file", "FILE", "where to write the launch file (compose.yaml, or named after SCRIPT)"),
     option("--dockerfile", "FILE", "where to write the Dockerfile (Dockerfile)"),

@@ -19,14 +19,27 @@ import jinja2
 from rankup.agent.script import Script
 from rankup.errors import UserError
 from rankup.files import KINDS
-from rankup.files.k8s import k8s_variables
-from rankup.files.repository import PIP, Origin, Packages, activation, find_origin, find_packages
+from rankup.files.k8s import k8s_variables, same_name
+from rankup.files.repository import (
+    HEADER,
+    NEEDS_GIT,
+    PIP,
+    Origin,
+    Packages,
+    activation,
+    find_gaps,
+    find_origin,
+    find_packages,
+    imports_from_root,
+    other_dockerfile,
+    python_minor,
+    read_project,
+)
 from rankup.places.files import staged
 
 IN_IMAGE = "/work"  # the repository in an image; its runs/ is a link to /runs, where launch files mount the runs
 Parse = Callable[[Sequence[str]], Namespace]
 
-HEADER = re.compile(r"^# (rankup add .+)$", re.MULTILINE)
 # Where launch files may stand, for `rankup add --diff`
 PLACES = ("*.y*ml", "*.sbatch", "Dockerfile*", ".dockerignore", "*/*.y*ml", "*/*.sbatch", "*/Dockerfile*")
 ENVIRONMENT = jinja2.Environment(
@@ -68,9 +81,12 @@ def add(given: Namespace, folder: Path, parse: Parse) -> str:
     """Write the launch files that `given` asks for into `folder`: all of them, or none. A file that exists stays as it
     is. Returns what to print. `parse` reads the words of a header. Raises UserError for a mistake, and if a file can't
     be written."""
-    if given.diff and not given.script:
-        return _compare_all(folder, parse)
-    plan = plan_files(given, folder)
+    try:
+        if given.diff and not given.script:
+            return _compare_all(folder, parse)
+        plan = plan_files(given, folder)
+    except OSError as error:
+        raise UserError(f"add: {error.filename} must be readable, got {error.strerror}.") from None
     if given.diff:
         return "".join(_difference(folder / file.path, file.content) for file in plan.texts)
     if given.stdout:
@@ -84,6 +100,7 @@ def add(given: Namespace, folder: Path, parse: Parse) -> str:
     for file in present:
         if file.bytes != (folder / file.path).read_bytes():
             way_out = "remove it to get the installed one" if file.wheel else f"compare: {compare}"
+            way_out += "; another file: --file FILE" if file.launches and not file.wheel else ""
             said.append(f"add: {file.path} exists: left as it is ({way_out})")
     return "\n".join([*said, "next:", *(f"  {line}" for line in plan.next)]) + "\n"
 
@@ -91,7 +108,7 @@ def add(given: Namespace, folder: Path, parse: Parse) -> str:
 def plan_files(given: Namespace, folder: Path) -> Plan:
     """Return what `rankup add` would write. `given`: the parsed options; `given.script`: the script and its words."""
     plan = Plan()
-    words, module = _script(given.script, folder, plan)
+    words, module, file = _script(given.script, folder, plan)
     name = _name(given.name or folder.resolve().name, plan)
     least, most = given.nodes
     gpus = given.gpus
@@ -101,6 +118,7 @@ def plan_files(given: Namespace, folder: Path) -> Plan:
     variables: dict[str, Any] = {
         "name": name, "image": given.image or name, "command": command, "words": words, "options": options,
         "least": least, "most": most, "gpus": gpus, "data": [_data(each, folder) for each in given.data],
+        "outputs": [_inside(each, folder, "--output") for each in given.output],
         "gpu_ids": lambda rank: [str(rank * gpus + number) for number in range(gpus)],
         "uid": os.getuid() or 1000, "gid": os.getgid() or 1000, "in_image": IN_IMAGE,
     }
@@ -112,26 +130,35 @@ def plan_files(given: Namespace, folder: Path) -> Plan:
     kinds = given.kinds or KINDS
     if given.file and len(kinds) > 1:
         raise UserError("add: --file must come with one kind of launch file: compose, slurm or k8s.")
+    if given.file:
+        _inside(given.file, folder, "--file")
+    build_base = ""
     if {"compose", "k8s"} & {*kinds}:
-        _image(given, folder, plan, variables)
+        _image(given, folder, plan, variables, file)
+        build_base = f"docker build -t {variables['base']} . && " if variables["own_base"] else ""
     if "compose" in kinds:
+        if gpus and most > 1:
+            plan.notes.append(f"gpus  compose.yaml takes {most * gpus} GPUs of one machine, {gpus} for each node: give "
+                              "--nodes 1, or edit its device_ids, if the machine has fewer")
         path = given.file or "compose.yaml"
         plan.files.append(File(path, render("compose.yaml", variables | {"path": path})))
-        build = f"docker build -t {variables['base']} . && " if variables["own_base"] else ""
-        plan.next.append(f"{build}docker compose up --build")
+        plan.next.append(f"{build_base}docker compose up --build")
     if "slurm" in kinds:
         path = given.file or f"{stem}.sbatch"
-        seed = not module and bool(re.search(r"--seed\b", _read(folder / words[0])))
+        seed = not module and bool(re.search(r"--seed\b", _read(file)))
         more = {"path": path, "activate": activation(folder, os.environ), "seed": seed}
         plan.files.append(File(path, render("train.sbatch", variables | more)))
         plan.next.append(f"sbatch {path}")
     if "k8s" in kinds:
         path, image = given.file or f"k8s/{stem}.yaml", variables["image"]
+        plan.notes += same_name(folder / path, name)
         more = k8s_variables(given, variables | {"path": path}, folder)
         plan.files += [File(more["volume"], render("k8s/volume.yaml", more)),
                        File(path, render(f"k8s/{given.kind}.yaml", more))]
-        build = f"docker build -f {variables['dockerfile']} -t {image} ."
-        plan.next.append(f"{build} && docker push {image} && {more['run']}")
+        of_file = f"-f {variables['dockerfile']} " if variables["dockerfile"] != "Dockerfile" else ""
+        plan.next.append(f"{build_base}docker build {of_file}-t {image} . && docker push {image} && {more['run']}")
+        if not given.image:
+            plan.notes.append(f"image  {image} is in no registry: give --image REGISTRY/{image} for nodes that pull")
     return plan
 
 
@@ -140,31 +167,38 @@ def render(template: str, variables: dict[str, Any]) -> str:
     return ENVIRONMENT.get_template(template).render(variables)
 
 
-def _script(words: Sequence[str], folder: Path, plan: Plan) -> tuple[list[str], str]:
-    """Return the words for `rankup launch`, and the module's name if it is one. Raises UserError if there is none."""
+def _script(words: Sequence[str], folder: Path, plan: Plan) -> tuple[list[str], str, Path]:
+    """Return the words for `rankup launch`, the module's name if it is one, and the script's file. Raises UserError if
+    there is none."""
     if not words or words == ["-m"]:
         raise UserError("add: SCRIPT must be given, got nothing. For example: rankup add compose slurm k8s train.py")
     if broken := next((word for word in words if len(word.splitlines()) > 1), ""):
         raise UserError(f"add: each word must be on one line, got {broken!r}. Put such a text into a file.")
     first, *rest = words
+    if Path(first).suffix in (".sh", ".bash", ".ipynb", ".yaml", ".yml", ".toml", ".sbatch"):
+        started = re.search(r"[\w./-]+\.py\b", _read(folder / first)) if (folder / first).is_file() else None
+        hint = f" Name the one that it starts: {started[0]}." if started else ""
+        raise UserError(f"add: SCRIPT must be a Python file, got {first}.{hint}")
     if first == "-m":
         module = rest[0]
         path = module.replace(".", "/")
         files = (folder / root / f"{path}{end}" for root in ("", "src") for end in (".py", "/__main__.py"))
-        if not any(file.is_file() for file in files):
+        if not (file := next(filter(Path.is_file, files), None)):
             raise UserError(f"add: -m must name a module of this folder or its src/, got {module}.")
-        return list(words), module
+        return list(words), module, file
     if not (folder / first).is_file() and "\\" in first and (folder / first.replace("\\", "/")).is_file():
         plan.notes.append(f"script  {first} is written with / in launch files")
         first = first.replace("\\", "/")
     if not (folder / first).is_file():
-        near = difflib.get_close_matches(first, [path.name for path in folder.glob("*.py")], n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        near = difflib.get_close_matches(first, [path.name for path in folder.glob("*.py") if path.is_file()], n=1)
+        command = read_project(folder).get("project", {}).get("scripts", {}).get(first, "")
+        meant = near[0] if near else f"-m {command.partition(':')[0]}" if command else ""
+        hint = f" Did you mean {meant}?" if meant else ""
         raise UserError(f"add: SCRIPT must be an existing file, got {first}.{hint}")
     inside = os.path.relpath(os.path.realpath(folder / first), os.path.realpath(folder))
     if inside.startswith(".."):
         raise UserError(f"add: SCRIPT must be in this folder, the image's content, got {first}. Change to its folder.")
-    return [inside, *rest], ""
+    return [inside, *rest], "", folder / inside
 
 
 def _name(wanted: str, plan: Plan) -> str:
@@ -199,9 +233,18 @@ def _data(given: str, folder: Path) -> Data:
     return Data(f"./{inside}", f"{IN_IMAGE}/{inside}", inside=True)
 
 
-def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]) -> None:
+def _inside(given: str, folder: Path, flag: str) -> str:
+    """Return a path below `folder`, relative to it. Raises UserError if it is elsewhere."""
+    path = os.path.relpath(folder / given, folder)
+    if path == "." or path.startswith(".."):
+        raise UserError(f"add: {flag} must be a path inside this folder, got {given}.")
+    return path
+
+
+def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any], script: Path) -> None:
     """Plan the Dockerfile and what belongs beside it. An existing Dockerfile of the user's becomes the base image."""
     theirs = (folder / "Dockerfile").is_file() and not HEADER.search(_read(folder / "Dockerfile"))
+    dockerfile = given.dockerfile or ("Dockerfile.rankup" if theirs else "Dockerfile")
     own_base = given.base == "." or (theirs and not given.base)
     if own_base and not theirs:
         raise UserError("add: --base . must come with a Dockerfile of yours in this folder, got none.")
@@ -209,7 +252,8 @@ def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]
         plan.notes.append("base  your Dockerfile, which stays. Dockerfile.rankup adds rankup and this folder's files")
         packages = Packages()
     else:
-        packages = find_packages(folder, given.requirements)
+        near = os.path.relpath(script.parent, folder)
+        packages = find_packages(folder, given.requirements, extras=given.extra, near=near)
         plan.notes += packages.notes
         if packages.file and "torch" not in (packages.names or {"torch"}) and not given.base:
             plan.notes.append(f"packages  {packages.file} does not name torch: rankup brings its newest version")
@@ -217,15 +261,31 @@ def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]
     known = vendored or "rankup" in (packages.names or ())
     origin = Origin("") if known or given.stdout else find_origin(metadata.distribution("rankup"))
     wheel = origin.wheel.name if origin.wheel else ""
-    python = f"python:3.{sys.version_info[1]}-slim-bookworm"
-    from_src = (folder / "src").is_dir() and not packages.project
+    requires = read_project(folder).get("project", {}).get("requires-python", "")
+    minor = python_minor(requires, sys.version_info[1])
+    if minor != sys.version_info[1] and not given.base and not own_base:
+        plan.notes.append(f"python  3.{minor}, because pyproject.toml requires {requires}")
+    lists = [path for path in {packages.file, *packages.copy} if (folder / path).is_file()]
+    git = "git+" in origin.requirement or any(NEEDS_GIT.search(_read(folder / path)) for path in lists)
+    from_src = (folder / "src").is_dir() and not (folder / "src/__init__.py").is_file() and not packages.project
+    from_root = vendored or (variables["words"][0] != "-m" and imports_from_root(script, folder))
+    mounted = [each.target if each.inside else each.source for each in variables["data"]]
+    left_out = ["runs", *variables["outputs"], *(each.source[2:] for each in variables["data"] if each.inside)]
+    plan.notes += find_gaps(folder, variables["words"], mounted, left_out)
+    if re.search(r"(?m)^\s*(from|import) hydra\b", _read(script)) and not given.output:
+        plan.notes.append("files  Hydra writes to outputs/, unless a setting says otherwise: give --output outputs")
+    if not given.base and not own_base and (other := other_dockerfile(folder, dockerfile)):
+        plan.notes.append(f"base  {other} is here: to build on its image, give --base IMAGE")
+    parents = {path: os.path.dirname(path) for path in ("runs", *variables["outputs"])}
     variables |= {
+        "links": [f"{f'mkdir -p {shlex.quote(parent)} && ' if parent else ''}rm -rf {shlex.quote(path)} && "
+                  f"ln -s /runs {shlex.quote(path)}" for path, parent in parents.items()],
         "packages": packages, "own_base": own_base, "wheel": wheel,
-        "dockerfile": given.dockerfile or ("Dockerfile.rankup" if theirs else "Dockerfile"),
-        "base": f"{variables['name']}-base" if own_base else given.base or python,
+        "dockerfile": dockerfile,
+        "base": f"{variables['name']}-base" if own_base else given.base or f"python:3.{minor}-slim-bookworm",
         "install_rankup": f"{PIP} {f'/tmp/{wheel}' if wheel else shlex.quote(origin.requirement)}" if not known else "",
-        "apt": [*given.apt, *(["git"] if "git+" in origin.requirement else [])],
-        "pythonpath": ":".join([IN_IMAGE] * vendored + [f"{IN_IMAGE}/src"] * from_src),
+        "apt": [*given.apt, *["git"] * git],
+        "pythonpath": ":".join([IN_IMAGE] * from_root + [f"{IN_IMAGE}/src"] * from_src),
     }
     plan.files += [File(variables["dockerfile"], render("Dockerfile", variables), launches=False),
                    File(".dockerignore", render("dockerignore", variables), launches=False)]
@@ -236,8 +296,9 @@ def _image(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any]
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace")
+def _read(path: Path, limit: int = -1) -> str:
+    with path.open(errors="replace") as file:
+        return file.read(limit)
 
 
 def _write(folder: Path, files: Sequence[File]) -> None:
@@ -253,7 +314,8 @@ def _write(folder: Path, files: Sequence[File]) -> None:
         for path in done:
             with suppress(OSError):
                 path.unlink()
-        raise UserError(f"add: {folder} must be writable, got {error.strerror}. No file was written.") from None
+        where = folder.resolve()
+        raise UserError(f"add: {where} must be writable, got {error.strerror}. No file was written.") from None
 
 
 def _difference(path: Path, content: str) -> str:
@@ -273,7 +335,10 @@ def _compare_all(folder: Path, parse: Parse) -> str:
 def rendered_again(folder: Path, parse: Parse) -> Iterator[tuple[Path, str]]:
     """Iterate over the files in `folder` with a header, and what its command makes of each today."""
     for path in sorted({path for pattern in PLACES for path in folder.glob(pattern) if path.is_file()}):
-        header = HEADER.search("\n".join(_read(path).splitlines()[:8]))
+        header = HEADER.search("\n".join(_read(path, 4096).splitlines()[:8]))
         if header:
-            given = parse(shlex.split(header[1])[2:])
-            yield from ((path, file.content) for file in plan_files(given, folder).texts if folder / file.path == path)
+            try:
+                made = plan_files(parse(shlex.split(header[1])[2:]), folder).texts
+            except (UserError, ValueError) as error:  # shlex raises ValueError for a quote without an end
+                raise UserError(f"{path}: its header must be a command that works, got {header[1]}. {error}") from None
+            yield from ((path, file.content) for file in made if folder / file.path == path)

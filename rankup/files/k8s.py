@@ -47,6 +47,9 @@ def k8s_variables(given: Namespace, variables: dict[str, Any], folder: Path) -> 
         env.append("{name: RANKUP_SECRET_FILE, value: /run/secrets/rankup/secret}")
         mounts.append("{name: secret, mountPath: /run/secrets/rankup, readOnly: true}")
         volumes.append(f"{{name: secret, secret: {{secretName: {_word(given.secret)}, defaultMode: 288}}}}")
+    names = [PurePosixPath(each.target).name for each in variables["data"]]
+    if len({*names}) < len(names):
+        raise UserError(f"add: --data must name folders of different names with k8s, got {' and '.join(given.data)}.")
     for each in variables["data"]:
         subpath = json.dumps(PurePosixPath(each.target).name)
         mounts.append(f"{{name: data, mountPath: {json.dumps(each.target)}, subPath: {subpath}, readOnly: true}}")
@@ -61,6 +64,16 @@ def k8s_variables(given: Namespace, variables: dict[str, Any], folder: Path) -> 
         "pods": "one pod" if most == 1 else f"{least} to {most} pods" if elastic else f"{most} pods",
         "run": f"kubectl apply -f {volume} -f {path}", "env": env, "mounts": mounts, "volumes": volumes, **quoted,
     }
+
+
+def same_name(manifest: Path, name: str) -> list[str]:
+    """Return notes on the other manifests beside `manifest` with a job of the same name, of which only one can run."""
+    same = re.compile(rf"^(metadata: {{|  )name: {name}[,\n]", re.MULTILINE)
+    return [
+        f"name  {other.name} makes a job {name} too: give --name, so that both can run"
+        for other in sorted(manifest.parent.glob("*.y*ml"))
+        if other != manifest and other.is_file() and same.search(other.read_text(errors="replace"))
+    ]
 
 
 def _claim_in(volume: Path) -> str:

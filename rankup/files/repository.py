@@ -6,26 +6,26 @@ Reads files and changes nothing. Everything worth saying is a line in `notes`.
 import json
 import os
 import re
-import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from rankup.errors import UserError
 
+HEADER = re.compile(r"^# (rankup add .+)$", re.MULTILINE)  # of each file that the command wrote
 LISTS = ("uv.lock", "pylock.toml", "requirements.txt", "pyproject.toml", "setup.py")  # the first one that exists counts
 # Lists that no command of ours installs
 FOREIGN_LISTS = ("environment.yml", "environment.yaml", "conda.yaml", "poetry.lock", "Pipfile.lock", "pixi.lock")
 ENVIRONMENT = "/opt/env"  # where uv installs
 PIP = "python -m pip install"
-PRINT_DEPENDENCIES = (
-    "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; "
-    "print(*project.get('dependencies', []), sep='\\n')"
-)
+SCM = "SETUPTOOLS_SCM_PRETEND_VERSION=0 "
+NEEDS_GIT = re.compile(r'git\+|git = "')  # in a list of packages
 
 
 @dataclass(frozen=True)
@@ -55,62 +55,103 @@ class Packages:
         return folders
 
 
-def find_packages(folder: Path, wanted: str = "") -> Packages:
+def find_packages(folder: Path, wanted: str = "", *, extras: Sequence[str] = (), near: str = ".") -> Packages:
     """Return how to install what the repository in `folder` needs, from its first list or from the list `wanted`.
-    Raises UserError if a list can't be read."""
+    `extras`: the project's optional dependencies to install too. `near`: the script's folder, whose list is the best to
+    name if `folder` has none. Raises UserError if a list can't be read."""
     if wanted and not (folder / wanted).is_file():
         raise UserError(f"add: --requirements must be a file in this folder, got {wanted}.")
     found = [wanted] if wanted else [name for name in LISTS if (folder / name).is_file()]
-    project = _toml(folder / "pyproject.toml") if (folder / "pyproject.toml").is_file() else {}
+    project = read_project(folder)
     if "project" not in project and wanted != "pyproject.toml":
         found = [name for name in found if name != "pyproject.toml"]  # it only configures tools
+    listed = [path.relative_to(folder) for where in ("", "*/") for path in folder.glob(f"{where}requirements*.txt")]
+    more = [path.as_posix() for path in sorted(listed, key=lambda path: (path.parent != Path(near), path))]
     if not found:
-        said = f"no list of packages ({', '.join(LISTS[:4])}): the image has only rankup and what it brings"
-        for name in FOREIGN_LISTS:
-            if (folder / name).is_file():
-                said = f"pip can't install {name}: give --base IMAGE, an image that has these packages"
-        return Packages(notes=[f"packages  {said}"])
-    file, *others = found
+        return Packages(notes=[f"packages  {_nothing_found(folder, more)}"])
+    file, *others = [*found, *(name for name in more if "/" not in name and name not in found)]
+    others = [name for name in others if file != "uv.lock" or name not in ("pyproject.toml", "setup.py")]
     notes = [f"packages  from {file}{f', not from {others[0]}, which is here too' if others else ''}"]
-    installs_itself = "build-system" in project
+    optional = project.get("project", {}).get("optional-dependencies", {})
+    if optional and not extras and file in ("uv.lock", "pyproject.toml"):
+        notes.append(f"packages  without the extras {', '.join(optional)}: give --extra NAME for each that you need")
+    if extras and file in ("pylock.toml", *more):
+        raise UserError(f"add: --extra must come with uv.lock, pyproject.toml or setup.py, got {file}.")
+    if file != "setup.py" and (unknown := [name for name in extras if name not in optional]):
+        raise UserError(f"add: --extra must be one of {', '.join(optional) or 'none'}, got {unknown[0]}.")
+    # In place, as the owner installs it, so that modules find the files beside them. Without .git there is no version
+    scm = any(re.search("scm|vcs", each) for each in project.get("build-system", {}).get("requires", []))
+    in_place = f"{SCM * scm}{PIP}"
+    installs_itself = "build-system" in project or (folder / "setup.py").is_file()
+    own = [f"{in_place} --no-deps -e ."] if installs_itself else []
     if file in ("uv.lock", "pylock.toml"):
-        return _locked(folder, file, notes, project)
+        return _locked(folder, file, notes, project, own, extras)
     if file == "setup.py" or (file == "pyproject.toml" and "dependencies" in project["project"].get("dynamic", [])):
-        return Packages(file, ["."], [f"{PIP} ."], names=None, notes=notes)
+        this = f"'.[{','.join(extras)}]'" if extras else "."
+        return Packages(file, ["."], [f"{in_place} -e {this}"], names=None, notes=notes)
     if file == "pyproject.toml":
-        wants = [str(each) for each in project["project"].get("dependencies", [])]
-        return Packages(
-            file, [file], [f"python -c {shlex.quote(PRINT_DEPENDENCIES)} > /tmp/list", f"{PIP} -r /tmp/list"],
-            [f"{PIP} --no-deps ."] if installs_itself else [], frozenset(map(name_of, wants)), notes=notes,
-        )
+        wants = [*project["project"].get("dependencies", []), *(each for name in extras for each in optional[name])]
+        lists = ["*p.get('dependencies', [])", *(f"*p['optional-dependencies']['{name}']" for name in extras)]
+        listing = f"p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print({', '.join(lists)}, sep=chr(10))"
+        return Packages(file, [file], [f'python -c "import tomllib; {listing}" > /tmp/list', f"{PIP} -r /tmp/list"],
+                        own, frozenset(map(name_of, wants)), notes=notes)
     read = Requirements(folder, file)
     if read.local:
         notes.append(f"packages  {read.local} installs from this folder, so each change of code installs all again")
-    return Packages(
-        file, ["."] if read.local else read.files, [f"{PIP} -r {file}"],
-        [f"{PIP} --no-deps ."] if installs_itself and not read.local else [], frozenset(read.names), notes=notes,
-    )
+    return Packages(file, ["."] if read.local else read.files, [f"{PIP} -r {file}"], own if not read.local else [],
+                    frozenset(read.names), notes=notes)
 
 
-def _locked(folder: Path, file: str, notes: list[str], project: dict[str, Any]) -> Packages:
+def _nothing_found(folder: Path, more: Sequence[str]) -> str:
+    """Say that no list of packages is in the folder, and what to do. `more`: lists in its folders."""
+    if more:
+        return f"no list of packages in this folder: give --requirements {more[0]}"
+    if name := next((name for name in FOREIGN_LISTS if (folder / name).is_file()), ""):
+        return f"pip can't install {name}: list the packages in requirements.txt, or give --base IMAGE, which has them"
+    return f"no list of packages ({', '.join(LISTS[:4])}): the image has only rankup and what it brings"
+
+
+def _locked(
+    folder: Path, file: str, notes: list[str], project: dict[str, Any], own: list[str], extras: Sequence[str],
+) -> Packages:
     """Return how uv installs a lock file, into an environment of its own: a lock lists all packages."""
-    listed = _toml(folder / file).get("package" if file == "uv.lock" else "packages", [])
+    listed = _toml(folder / file).get("package" if file == "uv.lock" else "packages") or []
+    if not isinstance(listed, list) or not all(isinstance(each, dict) and "name" in each for each in listed):
+        raise UserError(f"{file}: it must be a lock file, got packages without a name. Make it again.")
     names = frozenset(name_of(each["name"]) for each in listed)
     made = ["python -m pip install uv", f"uv venv --quiet --system-site-packages {ENVIRONMENT}"]
+    uv = f"UV_PYTHON={ENVIRONMENT} uv pip install"
     if file == "pylock.toml":
-        install = f"UV_PYTHON={ENVIRONMENT} uv pip install"
-        own = [f"{install} --no-deps ."] if "build-system" in project else []
-        return Packages(file, [file], [*made, f"{install} -r {file}"], own, names, ENVIRONMENT, notes)
+        own = [command.replace(PIP, uv) for command in own]
+        return Packages(file, [file], [*made, f"{uv} -r {file}"], own, names, ENVIRONMENT, notes)
     sync = f"UV_PROJECT_ENVIRONMENT={ENVIRONMENT} uv sync --frozen --inexact --no-dev"
+    sync = f"{SCM * (SCM in ' '.join(own))}{sync}{''.join(f' --extra {name}' for name in extras)}"
     if "workspace" in project.get("tool", {}).get("uv", {}):  # uv reads the project files of all members
         return Packages(file, ["."], [*made, sync], [], names, ENVIRONMENT, notes)
     first = [*made, f"{sync} --no-install-project"]
     return Packages(file, ["pyproject.toml", file], first, [sync], names, ENVIRONMENT, notes)
 
 
+def read_project(folder: Path) -> dict[str, Any]:
+    """Return what pyproject.toml says, or {} if there is none."""
+    return _toml(folder / "pyproject.toml") if (folder / "pyproject.toml").is_file() else {}
+
+
+def python_minor(requires: str, running: int) -> int:
+    """Return N of the Python 3.N for the image: the running one if the project's `requires` allows it, or the nearest
+    that it does. uv would download another Python to where only root reads it."""
+    least, most = 0, 99
+    for operator, digits, patch in re.findall(r"(~=|===?|[<>]=?)\s*3\.(\d+)(\.[\d*]+)?", requires):
+        minor, exact = int(digits), "==" in operator or (operator == "~=" and patch)
+        least = max(least, minor) if exact or operator[0] in ">~" else least
+        most = min(most, minor) if exact or operator == "<=" else most
+        most = min(most, minor - 1 + bool(patch.strip(".0"))) if operator == "<" else most
+    return min(max(running, least), most)
+
+
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path.name}: it must be TOML, got {error}. Mend the file.") from None
 
@@ -133,7 +174,7 @@ class Requirements:
 
     def _read(self, folder: Path, file: str, line: str) -> None:
         option = re.match(r"(-r|--requirement|-c|--constraint|-e|--editable)[ =]?\s*(.+)", line)
-        value = (option[2] if option else line).strip().strip("\"'")
+        value = re.sub(r"^[\w.\[\],-]+ *@ *(?=file:)", "", (option[2] if option else line).strip().strip("\"'"))
         includes = option is not None and option[1] not in ("-e", "--editable")
         is_path = includes or option or value.startswith((".", "/", "file:")) or value.endswith((".whl", ".tar.gz"))
         if "://" in value.removeprefix("file://") or (line.startswith("-") and not option):
@@ -155,7 +196,7 @@ class Requirements:
 
 def _lines(path: Path) -> Iterator[str]:
     """Iterate over the lines of a requirements file, joined where they end in a backslash, without comments."""
-    for line in re.sub(r"\\\r?\n", " ", path.read_text(errors="replace")).splitlines():
+    for line in re.sub(r"\\\r?\n", " ", path.read_text("utf-8-sig", "replace")).splitlines():
         if stripped := re.sub(r"(^|\s)#.*", "", line).strip():
             yield stripped
 
@@ -214,3 +255,59 @@ def activation(folder: Path, environ: Mapping[str, str]) -> list[str]:
         inside = os.path.relpath(environment, folder)
         lines.append(f"source {environment if inside.startswith('..') else inside}/bin/activate")
     return lines
+
+
+# What an image would lack, or carry in vain --------------------------------------------------------------------------
+
+
+def find_gaps(folder: Path, words: Sequence[str], mounted: Sequence[str], left_out: Sequence[str]) -> Iterator[str]:
+    """Iterate over notes on what the image would lack, or carry in vain. `words`: the script and its words. `mounted`:
+    the paths of --data. `left_out`: what the image needs least, in the words of .dockerignore."""
+    modules = folder / ".gitmodules"
+    paths = re.findall(r"(?m)^\s*path *= *(.+?)\s*$", modules.read_text()) if modules.is_file() else []
+    if empty := [path for path in paths if not any((folder / path).glob("*"))]:
+        yield f"files  {', '.join(empty)}: empty, as submodules are until you bring them with git"
+    theirs = folder / ".dockerignore"
+    ignored = {line.strip().strip("/") for line in _lines(theirs)} if theirs.is_file() else {*left_out}
+    if lacking := [each for each in left_out if each.strip("/") not in ignored and (folder / each).exists()]:
+        yield f"files  your .dockerignore does not name {' '.join(lacking)}: add these lines, or the image has them too"
+    root = folder.resolve()
+    for path in sorted(folder.iterdir()):
+        if path.name in ignored or path.name in left_out:
+            continue
+        if path.is_symlink() and not path.resolve().is_relative_to(root):
+            yield f"files  {path.name} is a link to {path.resolve()}, which no image has: give --data {path.name}"
+        elif path.is_dir() and _is_large(path):
+            yield f"files  {path.name} has more than 1 GB, which the image would carry: give --data {path.name}"
+    for word in words[1:]:
+        path = Path(word.rpartition("=")[2])
+        if path.is_absolute() and path.exists() and not any(path.is_relative_to(each) for each in mounted):
+            yield f"files  {path} is not in the image: give --data {path}"
+
+
+def imports_from_root(script: Path, folder: Path) -> bool:
+    """Return whether a script in a sub-folder imports what lies in `folder`, as with PYTHONPATH=. in a shell."""
+    names = re.findall(r"(?m)^\s*(?:from|import) (\w+)", script.read_text(errors="replace"))
+    return script.parent != folder and any(
+        path.with_suffix(".py").is_file() or any(path.glob("*.py")) for path in (folder / name for name in names)
+    )
+
+
+def other_dockerfile(folder: Path, ours: str) -> str:
+    """Return a Dockerfile of the user's under another name than Dockerfile, or ""."""
+    found = [path for pattern in ("Dockerfile.*", "docker/*ockerfile*") for path in sorted(folder.glob(pattern))]
+    theirs = (path.relative_to(folder).as_posix() for path in found if path.is_file()
+              and not HEADER.search(path.read_text(errors="replace")))
+    return next((path for path in theirs if path != ours), "")
+
+
+def _is_large(folder: Path, limit: int = 10**9) -> bool:
+    """Return whether the files in a folder have more than `limit` bytes. It stops there, or after 20,000 files."""
+    total = 0
+    files = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
+    for path in islice(files, 20_000):
+        with suppress(OSError):
+            total += os.lstat(path).st_size
+        if total > limit:
+            return True
+    return False

@@ -1,5 +1,6 @@
 """`rankup add` writes launch files into a repository that it does not know, and never over a file of the user's."""
 
+import errno
 import json
 import os
 import shlex
@@ -10,8 +11,9 @@ import pytest
 import yaml
 
 from rankup import cli
-from rankup.files.add import rendered_again
-from rankup.files.repository import find_origin, find_packages
+from rankup.errors import UserError
+from rankup.files.add import IN_IMAGE, rendered_again
+from rankup.files.repository import find_origin, find_packages, python_minor
 from tests.rigs.jobs import ROOT
 
 DDP = "import torch.distributed\n"
@@ -76,7 +78,8 @@ def test_add_leaves_a_file_that_exists_and_shows_the_difference(repository: Path
     (repository / "compose.yaml").write_text("services: {}\n")
     said = add(capsys, "compose train.py")
     assert (repository / "compose.yaml").read_text() == "services: {}\n"
-    assert "compose.yaml exists: left as it is (compare: rankup add --diff compose train.py)" in said
+    compare = "compare: rankup add --diff compose train.py; another file: --file FILE"
+    assert f"compose.yaml exists: left as it is ({compare})" in said
     assert "-services: {}" in add(capsys, "--diff compose train.py")
 
 
@@ -136,17 +139,22 @@ def test_an_own_dockerfile_stays_and_becomes_the_base(repository: Path, capsys) 
     ({"requirements.txt": "torch\n-r more/base.txt\n", "more/base.txt": "pandas"}, "-r requirements.txt", ""),
     ({"requirements.txt": "torch\n-e .\n", "setup.py": ""}, "-r requirements.txt", "installs from this folder"),
     ({"pyproject.toml": '[project]\nname = "x"\ndependencies = ["torch>2"]\n'}, "-r /tmp/list", "from pyproject.toml"),
-    ({"pyproject.toml": "[tool.ruff]\n", "setup.py": ""}, "install .", "from setup.py"),
+    ({"pyproject.toml": "[tool.ruff]\n", "setup.py": ""}, "install -e .", "from setup.py"),
     ({"environment.yml": ""}, "", "pip can't install environment.yml"),
+    ({"a/requirements.txt": "", "b/requirements.txt": ""}, "", "give --requirements b/requirements.txt"),
+    ({"requirements.txt": "\ufefftorch\n", "requirements-train.txt": ""}, "", "not from requirements-train.txt"),
+    ({"uv.lock": "", "pyproject.toml": '[project.optional-dependencies]\ncpu = []\ngpu = []\n'}, "",
+     "without the extras cpu, gpu"),
     ({}, "", "no list of packages"),
 ])
 def test_packages_come_from_the_first_list(tmp_path: Path, files: dict[str, str], expected: str, said: str) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = find_packages(tmp_path)
+    found = find_packages(tmp_path, near="b")
     assert expected in " && ".join(found.install)
     assert any(said in note for note in found.notes), found.notes
+    assert found.names != {"\ufefftorch"}
     if "more/base.txt" in files:
         assert found.copies == {".": ["requirements.txt"], "more": ["more/base.txt"]}
         assert {"torch", "pandas"} == found.names
@@ -185,9 +193,18 @@ def test_a_wheel_of_rankup_is_put_beside_the_dockerfile(repository: Path, capsys
     ("compose --kind x train.py", "--kind"),
     ("compose --requirements no.txt train.py", "--requirements must be a file"),
     ("compose slurm --file x train.py", "--file must come with one kind"),
+    ("slurm --file ../train.sbatch train.py", "--file must be a path inside this folder"),
+    ("compose --output /scratch train.py", "--output must be a path inside this folder"),
+    ("compose --extra gpu train.py", "--extra must come with"),
+    ("k8s --data a/images --data b/images train.py", "--data must name folders of different names"),
+    ("compose run.sh", "must be a Python file, got run.sh. Name the one that it starts: train.py"),
+    ("compose folder.py", "must be an existing file, got folder.py."),
 ])
 def test_a_mistake_is_one_line_and_writes_nothing(repository: Path, capsys, line: str, said: str) -> None:
     (repository.parent / "other.py").write_text("")
+    (repository / "run.sh").write_text("torchrun --nproc-per-node 8 train.py --lr 0.1\n")
+    for folder in ("a/images", "b/images", "folder.py"):
+        (repository / folder).mkdir(parents=True)
     before = sorted(repository.iterdir())
     text = add(capsys, line, code=2)
     assert said in text
@@ -195,7 +212,147 @@ def test_a_mistake_is_one_line_and_writes_nothing(repository: Path, capsys, line
     assert sorted(repository.iterdir()) == before
 
 
-@pytest.mark.parametrize("line", ["../lib", "-e ../lib", "-r missing.txt", "./missing.whl"])
+@pytest.mark.parametrize(("files", "expected"), [
+    ({"uv.lock": '[[package]]\nname = "torch"\n'}, "uv sync --frozen --inexact --no-dev --extra gpu --extra io"),
+    ({}, "*p['optional-dependencies']['gpu'], *p['optional-dependencies']['io'], sep=chr(10))"),
+])
+def test_extras_of_the_project_are_installed(tmp_path: Path, files: dict[str, str], expected: str) -> None:
+    project = '[project]\nname = "x"\n[project.optional-dependencies]\ngpu = ["torch"]\nio = ["h5py"]\n'
+    for name, text in {"pyproject.toml": project, **files}.items():
+        (tmp_path / name).write_text(text)
+    found = find_packages(tmp_path, extras=["gpu", "io"])
+    assert expected in " ".join(found.install)
+    assert "torch" in (found.names or ())
+    with pytest.raises(UserError, match="--extra must be one of gpu, io, got no"):
+        find_packages(tmp_path, extras=["no"])
+
+
+@pytest.mark.parametrize(("files", "expected"), [
+    ({"setup.py": ""}, "python -m pip install --no-deps -e ."),
+    ({"pyproject.toml": '[build-system]\nrequires = ["setuptools-scm"]\n'},  # .git, which has the version, is left out
+     "SETUPTOOLS_SCM_PRETEND_VERSION=0 python -m pip install --no-deps -e ."),
+])
+def test_a_project_beside_its_requirements_is_installed_in_place(tmp_path: Path, files: dict, expected: str) -> None:
+    for name, text in {"requirements.txt": "torch\n", **files}.items():
+        (tmp_path / name).write_text(text)
+    assert find_packages(tmp_path).project == [expected]
+
+
+@pytest.mark.parametrize(("requires", "running", "expected"), [
+    ("", 11, 11), (">=3.10", 11, 11), (">=3.12", 11, 12), ("~=3.12.0", 13, 12), ("==3.10.*", 11, 10), ("<3.11", 11, 10),
+    (">=3.8, <3.13", 14, 12), ("<=3.12", 13, 12), ("~=3.10", 13, 13), ("<3.12.4", 13, 12), ("!=3.9.*,>=3.9", 8, 9),
+])
+def test_the_image_has_a_python_that_the_project_allows(requires: str, running: int, expected: int) -> None:
+    assert python_minor(requires, running) == expected
+
+
+def test_an_image_has_git_if_a_package_comes_from_a_repository(repository: Path, capsys) -> None:
+    assert "apt-get" not in add(capsys, "compose --diff train.py")
+    (repository / "requirements.txt").write_text("torch\nclip @ git+https://example.org/clip.git@a1b2\n")
+    assert "--no-install-recommends git \\" in add(capsys, "compose --diff train.py")
+
+
+def test_a_folder_that_the_script_writes_is_the_runs_in_an_image(repository: Path, capsys) -> None:
+    """An own .dockerignore may let runs/ into the image, where a link inside of it would catch no write."""
+    (repository / ".dockerignore").write_text(".git\n")
+    (repository / "runs").mkdir()
+    said = add(capsys, "compose --output logs/out train.py")
+    assert "your .dockerignore does not name runs:" in said
+    dockerfile = (repository / "Dockerfile").read_text()
+    assert "rm -rf runs && ln -s /runs runs" in dockerfile
+    assert "mkdir -p logs && rm -rf logs/out && ln -s /runs logs/out" in dockerfile
+
+
+def test_what_an_image_would_lack_or_carry_in_vain_is_said(repository: Path, capsys, tmp_path: Path) -> None:
+    (tmp_path / "imagenet").mkdir()
+    (repository / "linked").symlink_to(tmp_path / "imagenet")
+    (repository / "cached").mkdir()
+    with (repository / "cached" / "train.bin").open("wb") as file:
+        file.truncate(2 * 10**9)  # sparse
+    (repository / "lib").mkdir()
+    (repository / ".gitmodules").write_text('[submodule "lib"]\n\tpath = lib\n\turl = x\n')
+    (repository / "docker").mkdir()
+    (repository / "docker" / "Dockerfile.gpu").write_text("FROM scratch\n")
+    (repository / "train.py").write_text(DDP + "import hydra\n")
+    said = add(capsys, f"compose train.py --path={tmp_path}/imagenet")
+    assert f"linked is a link to {tmp_path}/imagenet, which no image has: give --data linked" in said
+    assert "cached has more than 1 GB, which the image would carry: give --data cached" in said
+    assert f"{tmp_path}/imagenet is not in the image: give --data {tmp_path}/imagenet" in said
+    assert "lib: empty, as submodules are" in said
+    assert "docker/Dockerfile.gpu is here" in said
+    assert "Hydra writes to outputs/" in said
+    said = add(capsys, f"compose --data linked --data cached --data {tmp_path}/imagenet --output outputs train.py "
+                       f"{tmp_path}/imagenet")
+    assert "give --data" not in said
+    assert "Hydra" not in said
+
+
+def test_a_script_in_a_folder_finds_the_modules_beside_that_folder(repository: Path, capsys) -> None:
+    for name, text in {"scripts/fit.py": DDP + "from net import model\n", "scripts/alone.py": DDP, "net/model.py": "",
+                       "src/__init__.py": ""}.items():
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_text(text)
+    assert f"PYTHONPATH={IN_IMAGE}\n" in add(capsys, "compose --diff scripts/fit.py")
+    assert "PYTHONPATH=" not in add(capsys, "compose --diff scripts/alone.py")  # src/ is a package, not its parent
+
+
+def test_k8s_says_what_the_next_line_needs(repository: Path, capsys) -> None:
+    (repository / "Dockerfile").write_text("FROM scratch\n")
+    said = add(capsys, "k8s --gpus 8 train.py")
+    assert "docker build -t my-model-base . && docker build -f Dockerfile.rankup" in said.split("next:")[1]
+    assert "my-model is in no registry" in said
+    assert "in no registry" not in add(capsys, "k8s --image host/me/mine:1 train.py")
+    assert 'requests: {cpu: "32", memory: 128Gi}' in (repository / "k8s" / "train.yaml").read_text()
+    (repository / "tune.py").write_text(DDP)
+    assert "train.yaml makes a job my-model too: give --name" in add(capsys, "k8s tune.py")
+    assert "makes a job" not in add(capsys, "k8s --name tune --file k8s/other.yaml tune.py")
+
+
+def test_compose_says_how_many_gpus_one_machine_needs(repository: Path, capsys) -> None:
+    assert "compose.yaml takes 16 GPUs of one machine" in add(capsys, "compose --gpus 8 train.py")
+    assert "of one machine" not in add(capsys, "compose --nodes 1 --gpus 8 train.py")
+
+
+def test_the_command_of_a_project_is_named_by_its_module(repository: Path, capsys) -> None:
+    (repository / "pyproject.toml").write_text('[project]\nname = "x"\n[project.scripts]\nfit = "net.fit:main"\n')
+    assert "Did you mean -m net.fit?" in add(capsys, "compose fit", code=2)
+
+
+@pytest.mark.parametrize(("header", "said"), [
+    ('slurm --gpus "8 train.py', "No closing quotation"),
+    ("slurm --frob train.py", 'unknown argument "--frob"'),
+    ("slurm gone.py", "must be an existing file, got gone.py"),
+])
+def test_a_header_that_is_no_command_is_named_with_its_file(repository: Path, capsys, header: str, said: str) -> None:
+    (repository / "mine.sbatch").write_text(f"#!/bin/bash\n# rankup add {header}\n")
+    text = add(capsys, "--diff", code=2)
+    assert text.startswith("error: mine.sbatch: its header must be a command that works")
+    assert said in text
+
+
+def test_files_of_others_do_not_stop_a_comparison(repository: Path, capsys) -> None:
+    (repository / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (repository / "folder.yaml").mkdir()
+    (repository / "dangling.yaml").symlink_to("nowhere")
+    assert "no launch file differs" in add(capsys, "--diff")
+
+
+def test_a_file_that_this_user_may_not_read_is_one_line(repository: Path, capsys, monkeypatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("rankup.files.repository._lines", refuse)  # root may read each file
+    said = add(capsys, "compose train.py", code=2)
+    assert said == "error: add: requirements.txt must be readable, got Permission denied.\n"
+
+
+@pytest.mark.parametrize("text", ["package = 3", "[[package]]\nversion = 1"])
+def test_a_lock_file_that_is_none_is_one_line(repository: Path, capsys, text: str) -> None:
+    (repository / "uv.lock").write_text(text)
+    assert "uv.lock: it must be a lock file" in add(capsys, "compose train.py", code=2)
+
+
+@pytest.mark.parametrize("line", ["net @ file:///opt/net", "../lib", "-e ../lib", "-r missing.txt", "./missing.whl"])
 def test_a_requirement_that_no_image_can_have_is_one_line(repository: Path, capsys, line: str) -> None:
     (repository / "requirements.txt").write_text(f"torch\n{line}\n")
     assert "requirements.txt: a path must" in add(capsys, "compose train.py", code=2)
