@@ -154,7 +154,8 @@ def test_packages_come_from_the_first_list(tmp_path: Path, files: dict[str, str]
     found = find_packages(tmp_path, near="b")
     assert expected in " && ".join(found.install)
     assert any(said in note for note in found.notes), found.notes
-    assert found.names != {"\ufefftorch"}
+    if "requirements-train.txt" in files:
+        assert found.names == {"torch"}  # without the mark of UTF-8 that Windows writes
     if "more/base.txt" in files:
         assert found.copies == {".": ["requirements.txt"], "more": ["more/base.txt"]}
         assert {"torch", "pandas"} == found.names
