@@ -218,7 +218,7 @@ def nodes(text: str) -> tuple[int, int]:
 
 # Options of `launch` where it runs a whole batch job; slurm/README.md explains them
 IN_ALLOCATION = (
-    option("--first-step-s", float, argparse.SUPPRESS), option("--max-requeues", int, argparse.SUPPRESS),
+    option("--first-step-s", int, argparse.SUPPRESS, type=whole(1)), option("--max-requeues", int, argparse.SUPPRESS),
     option("--no-exclude", bool, argparse.SUPPRESS, default=None),
     option("--doctor", bool, argparse.SUPPRESS, default=None),
     option("--image", "IMAGE", argparse.SUPPRESS, default=None),

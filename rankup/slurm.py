@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ from rankup.urls import is_url
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FIRST_STEP_S, MAX_REQUEUES = 120.0, 100
+ASKS = 12  # how often to ask a Slurm that does not answer, every 5 s
 FIT = (FINISHED, 10)  # exit codes of the doctor
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 # Prints which of the given paths a node lacks, and how many GPUs the step has there
@@ -71,11 +73,14 @@ class Start:
     def _check(self, script: Script) -> None:
         """Raise UserError for options that this allocation can't follow."""
         given, nodes = self.given, self.job.num_nodes
-        if shutil.which("srun") is None:
-            raise UserError(
-                f"slurm: srun must be on PATH in job {self.job.job}, got none. In a container, start rankup outside of "
-                "it, with --image; to use only this machine, give --here."
-            )
+        for tool in ("srun", "scontrol", "scancel"):
+            if shutil.which(tool) is None:
+                raise UserError(
+                    f"slurm: {tool} must be on PATH in job {self.job.job}, got none. In a container, start rankup "
+                    "outside of it, with --image; to use only this machine, give --here."
+                )
+        if (given.image or "").endswith((".sif", ".sqsh")) and not Path(given.image).is_file():
+            raise UserError(f"--image must be an existing file, got {given.image}. slurm/README.md has how to make it.")
         if not self.hosts:
             raise UserError(f"slurm: scontrol must be able to read the list of nodes, got {self.job.nodes!r}.")
         if given.nnodes and not given.nnodes[0] <= nodes <= given.nnodes[1] + given.spares:
@@ -100,11 +105,16 @@ class Start:
                 say(f"the doctor ended with {code} (20: nodes not fit, 30: not completed): the job does not train")
                 return code
             code, failed = self._train(nproc)
-        at = max((int(path.name[5:]) for path in (self.run / "checkpoints").glob("step-*[0-9]")), default=0)
+        at = self._step()
         say(f"start {self.job.restarts + 1} ended with {code} at step {at}")
         if code < 128 or (code != STOPPED and not self.ending and self._failed_before(at)):
             return code
         return self._requeue(code, f" at step {at}", failed=failed)
+
+    def _step(self) -> int:
+        """Return the step of the run's newest checkpoint, or 0."""
+        found = (re.fullmatch(r"step-(\d+)", path.name) for path in (self.run / "checkpoints").glob("step-*"))
+        return max((int(each[1]) for each in found if each), default=0)
 
     # The steps ------------------------------------------------------------------------------------------------------
 
@@ -131,7 +141,8 @@ class Start:
         paths = [self.mark, *([] if self.given.image else [Path(sys.executable), Path(__file__)])]
         named = (Path(self.given.words[0]), Path(self.given.image or ""))
         paths += [path.absolute() for path in named if path.is_file()]
-        step = self._start("sh", "-c", LOOK, "-", *map(str, paths), pipe=True)
+        # The user's options for srun may send the output elsewhere
+        step = self._start("-oall", "-eall", "sh", "-c", LOOK, "-", *map(str, paths), pipe=True)
         if step is None:
             return {}
         for patience_s, then in ((limit_s, step.terminate), (5.0, step.kill), (None, step.kill)):
@@ -140,7 +151,7 @@ class Start:
                 break
             except subprocess.TimeoutExpired:
                 then()
-        answers = [line.split(" ", 2) for line in found.splitlines() if line.startswith(("up ", "lacks "))]
+        answers = re.findall(r"^(?: *\d+: )?(up|lacks) (\S+) (.*)$", found, re.MULTILINE)  # srun may number the lines
         lacking = sorted((path, node) for kind, node, path in answers if kind == "lacks")
         for path, pairs in itertools.groupby(lacking, key=lambda pair: pair[0]):
             raise UserError(
@@ -148,6 +159,9 @@ class Start:
                 "a disk that all nodes share."
             )
         nodes = {node: int(gpus) for kind, node, gpus in answers if kind == "up"}
+        if mistake := re.search(r"^srun: (.*(unrecognized|Invalid (--|MPI)).*)", said, re.MULTILINE):
+            given = shlex.join(self.given.srun_args or ())
+            raise UserError(f"--srun-args must be options of srun, got {given or 'none'}: {mistake[1]}")
         if nodes.keys() < {*self.hosts}:
             why = f"srun ended with {step.returncode}{''.join(f': {line}' for line in said.splitlines()[-1:])}"
             say(f"not every node of {self.job.nodes} ran a first step within {limit_s:g} s ({why})")
@@ -185,7 +199,10 @@ class Start:
         ranks = f"{nproc} rank{'s' if nproc > 1 else ''}{' on each' if nodes > 1 else ''}"
         say(f"{nodes} node{'s' if nodes > 1 else ''}, {ranks}: {shown}{' ...' if self.given.words[1:] else ''}")
         code = self._agents(words)
-        notes = [line.split() for line in self.mark.read_text().splitlines()]
+        noted = ""
+        with suppress(OSError):  # somebody has cleaned the folder
+            noted = self.mark.read_text()
+        notes = [line.split() for line in noted.splitlines()]
         codes, failed = ([text for kind, text in notes if kind == wanted] for wanted in ("code", "failed"))
         if self.elastic and codes:
             code = int(codes[0])  # srun's own code may be that of a lost node
@@ -262,9 +279,14 @@ class Start:
         if self.ending:
             return code
         job, limit = self.job, MAX_REQUEUES if self.given.max_requeues is None else self.given.max_requeues
-        shown = _fields(_scontrol("show", "job", job.job))
-        if shown.get("BatchFlag", "1") == "0":
-            say("salloc's jobs are not requeued: run the same line again to resume")
+        shown = self._shown()
+        name = f" with --name {self.run.name}" if self._step() else ""  # a script may keep its state in its own way
+        if shown.get("BatchFlag") == "0":
+            elsewhere = f", in another job{name}" if name and self.run.name == run_name(os.environ) else ""
+            say(f"salloc's jobs are not requeued: run the same line again to resume{elsewhere}")
+            return code
+        if not shown:
+            say(f"not requeued, because scontrol can't read job {job.job}: submit it again{name}")
             return code
         if job.restarts >= limit:
             say(f"not requeued: the limit is --max-requeues {limit}")
@@ -276,10 +298,18 @@ class Start:
         # Slurm now sends SIGTERM to every process of this start, and SIGKILL after KillWait
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if subprocess.run(["scontrol", "requeue", job.job], check=False).returncode:
-            say(f"Slurm refused to requeue the job: submit it again with --name {self.run.name}")
+            say(f"Slurm refused to requeue the job: submit it again{name}")
         elif failed and not self.given.no_exclude:
             self._exclude(failed, shown.get("ExcNodeList", "(null)"))
         return code
+
+    def _shown(self) -> dict[str, str]:
+        """Return what scontrol shows of the job. slurmctld may be restarting, so ask for a minute."""
+        for _ in range(ASKS):
+            if shown := _fields(_scontrol("show", "job", self.job.job)):
+                return shown
+            time.sleep(5)
+        return {}
 
     def _exclude(self, failed: Collection[str], earlier: str) -> None:
         """Make Slurm leave nodes out of the next start, if enough are left: a third of all at most."""
@@ -350,7 +380,7 @@ def note(kind: str, text: str) -> bool:
     batch script waits for it."""
     mark = Path(f".slurm-{os.environ.get('SLURM_JOB_ID')}")
     if waits := mark.exists():
-        with mark.open("a") as file:
+        with suppress(OSError), mark.open("a") as file:  # a full disk must not change the code
             file.write(f"{kind} {text}\n")
     return waits
 

@@ -146,7 +146,8 @@ def plan_files(given: Namespace, folder: Path) -> Plan:
     if "slurm" in kinds:
         path = given.file or f"{stem}.sbatch"
         seed = not module and bool(re.search(r"--seed\b", _read(file)))
-        more = {"path": path, "activate": activation(folder, os.environ), "seed": seed}
+        modules, environment = activation(folder, os.environ)
+        more = {"path": path, "modules": modules, "environment": environment, "seed": seed}
         plan.files.append(File(path, render("train.sbatch", variables | more)))
         plan.next.append(f"sbatch {path}")
     if "k8s" in kinds:

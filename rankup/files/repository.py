@@ -240,21 +240,22 @@ def find_origin(distribution: metadata.Distribution) -> Origin:
 # The environment on a cluster -----------------------------------------------------------------------------------------
 
 
-def activation(folder: Path, environ: Mapping[str, str]) -> list[str]:
-    """Return the shell lines that make the user's Python available in a batch job."""
-    lines = []
-    if modules := environ.get("LOADEDMODULES", "").replace(":", " "):
-        lines.append(f"module load {modules}")
-    named = environ.get("CONDA_DEFAULT_ENV", "")
+def activation(folder: Path, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the shell lines that make the user's Python available in a batch job: one that loads the modules, or "",
+    and one for the environment. A .venv comes first, then the active environment, then one of another name."""
+    modules = environ.get("LOADEDMODULES", "").replace(":", " ")
+    load = f"module load {modules}" if modules else ""
+    named, active = environ.get("CONDA_DEFAULT_ENV", ""), environ.get("VIRTUAL_ENV", "")
+    inside = os.path.relpath(active or folder, folder)
     if (folder / ".venv").is_dir() or (folder / "uv.lock").is_file():
-        return lines  # the template has the line for it
-    if named and named != "base":
-        lines.append(f'source "{environ.get("CONDA_EXE", "conda").removesuffix("/bin/conda")}/etc/profile.d/conda.sh" '
-                     f"&& conda activate {named}")
-    elif environment := environ.get("VIRTUAL_ENV"):
-        inside = os.path.relpath(environment, folder)
-        lines.append(f"source {environment if inside.startswith('..') else inside}/bin/activate")
-    return lines
+        inside = ".venv"
+    elif named and named != "base":
+        conda = environ.get("CONDA_EXE", "conda").removesuffix("/bin/conda")
+        return load, f'source "{conda}/etc/profile.d/conda.sh" && conda activate {named}'
+    elif not active:
+        inside = min((path.parent.name for path in folder.glob("*/pyvenv.cfg")), default=".venv")
+    place = shlex.quote(active) if inside.startswith("..") else f"$PWD/{shlex.quote(inside)}"
+    return load, f"export PATH={place}/bin:$PATH"
 
 
 # What an image would lack, or carry in vain --------------------------------------------------------------------------

@@ -400,6 +400,27 @@ def test_an_environment_that_is_active_is_activated_in_a_batch_job(repository: P
     assert "conda activate torch" in text
 
 
+@pytest.mark.parametrize(("folders", "env", "line"), [
+    ([], {}, "export PATH=$PWD/.venv/bin:$PATH"),
+    (["venv"], {}, "export PATH=$PWD/venv/bin:$PATH"),
+    (["my env"], {}, "export PATH=$PWD/'my env'/bin:$PATH"),
+    ([".venv", "env"], {"VIRTUAL_ENV": "HERE/env"}, "export PATH=$PWD/.venv/bin:$PATH"),
+    (["a", "env"], {"VIRTUAL_ENV": "HERE/env"}, "export PATH=$PWD/env/bin:$PATH"),
+    (["env"], {"VIRTUAL_ENV": "/shared/my envs/x"}, "export PATH='/shared/my envs/x'/bin:$PATH"),
+    (["env"], {"CONDA_DEFAULT_ENV": "base"}, "export PATH=$PWD/env/bin:$PATH"),
+])
+def test_a_batch_job_gets_the_environment_of_the_repository(
+    repository: Path, capsys, monkeypatch, folders: list[str], env: dict[str, str], line: str
+) -> None:
+    for folder in folders:
+        (repository / folder).mkdir()
+        (repository / folder / "pyvenv.cfg").touch()
+    for name, text in env.items():
+        monkeypatch.setenv(name, text.replace("HERE", str(repository)))
+    (found,) = [each for each in add(capsys, "slurm --stdout train.py").splitlines() if "in which you" in each]
+    assert found.partition("# EDIT")[0].strip() == line
+
+
 def test_own_launch_files_are_what_add_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for name in ("LOADEDMODULES", "CONDA_DEFAULT_ENV", "VIRTUAL_ENV"):

@@ -58,6 +58,7 @@ def test_slurm_allocation_runs_one_agent_on_each_node(
 ) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "job.py").touch()
+    (tmp_path / "me.sif").touch()
     job = Scripted(tmp_path, 0, **env)
     code, said = job.launch(*words.split())
     assert (code, job.requeued()) == (0, []), said
@@ -201,6 +202,60 @@ def test_slurm_job_finds_its_run_on_the_command_line(
     assert "ended with 1 at step 12" in job.launch(*words.split())[1]
 
 
+def test_slurm_first_step_is_understood_whatever_srun_does_with_output(tmp_path: Path) -> None:
+    """--label numbers the lines, and --output=x would write them into a file."""
+    job = Scripted(tmp_path, 0, answers={"look": {"label": True}})
+    code, said = job.launch("--srun-args=--label --output=x", "train.py")
+    assert (code, len(job.steps())) == (0, 1), said
+    assert job.lines("look")[0][-2:] == ["-oall", "-eall"]
+
+
+def test_slurm_job_goes_on_if_somebody_cleans_its_folder(tmp_path: Path) -> None:
+    job = Scripted(tmp_path, "waits")
+    job.at(40)
+    (job.run_dir / "checkpoints" / "step-best1").mkdir()
+    process = job.start()
+    wait_for("a step", job.steps, process=process)
+    (tmp_path / ".slurm-7").unlink()
+    end, said = job.end(process, signal.SIGUSR1)
+    assert (end, len(job.requeued())) == (143, 1), said
+    assert "requeued at step 40" in said
+
+
+def test_slurm_signals_may_come_again(tmp_path: Path) -> None:
+    job = Scripted(tmp_path, "waits")
+    process = job.start()
+    wait_for("a step", job.steps, process=process)
+    process.send_signal(signal.SIGUSR1)
+    end, said = job.end(process, signal.SIGUSR1)
+    assert (end, len(job.requeued())) == (143, 1), said
+
+
+@pytest.mark.parametrize(("words", "checkpoint", "says"), [
+    ("", "slurm-7", "to resume, in another job with --name slurm-7\n"), ("--name mine", "mine", "to resume\n"),
+    ("", "", "to resume\n"),
+], ids=["its job names the run", "named", "the script keeps its own state"])
+def test_slurm_salloc_says_how_to_resume(words: str, checkpoint: str, says: str, tmp_path: Path) -> None:
+    job = Scripted(tmp_path, 143, answers={"job": "Restarts=0 JobState=RUNNING BatchFlag=0"})
+    if checkpoint:
+        (tmp_path / "runs" / checkpoint / "checkpoints" / "step-00000012").mkdir(parents=True)
+    assert f"run the same line again {says}" in job.launch(*words.split(), "train.py")[1]
+
+
+@pytest.mark.parametrize(("silent", "code", "requeued"), [(2, 143, ["7"]), (99, 143, [])])
+def test_slurm_that_does_not_answer_is_asked_again(
+    silent: int, code: int, requeued: list[str], tmp_path: Path
+) -> None:
+    """slurmctld may be restarting."""
+    job = Scripted(tmp_path, 143, answers={"silent": silent})
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep = lambda seconds: None\n")
+    job.env["PYTHONPATH"] += f":{tmp_path}"
+    job.at(40)
+    found, said = job.launch()
+    assert (found, job.requeued()) == (code, requeued), said
+    assert ("scontrol can't read job 7: submit it again with --name slurm-7" in said) == (not requeued)
+
+
 GONE = "this process ends"  # on a node that Slurm thought lost: the job runs elsewhere, or is over
 
 
@@ -294,6 +349,14 @@ def test_slurm_doctor_decides_whether_the_job_trains(
         ("train.py", {"SLURM_HET_SIZE": "2"}, {}, "slurm: the job must not be heterogeneous"),
         ("train.py", {"SLURM_JOB_NODELIST": ""}, {}, "slurm: scontrol must be able to read the list of nodes, got ''"),
         ("train.py", {"PATH": "/nonexistent"}, {}, "slurm: srun must be on PATH in job 7, got none. In a container"),
+        ("--image me.sif train.py", {}, {}, "--image must be an existing file, got me.sif. slurm/README.md has how"),
+        ("--first-step-s 0 train.py", {}, {}, "--first-step-s must be a whole number >= 1, got 0"),
+        ("--srun-args=--nosuch train.py", {},
+         {"look": {"up": [], "code": 255, "says": "srun: unrecognized option '--nosuch'\nTry \"srun --help\""}},
+         "--srun-args must be options of srun, got --nosuch: unrecognized option '--nosuch'"),
+        ("--srun-args=--mem=x train.py", {},
+         {"look": {"up": [], "code": 255, "says": "srun: error: Invalid --mem specification"}},
+         "--srun-args must be options of srun, got --mem=x: error: Invalid --mem specification"),
         ("--nnodes 2 train.py", {}, {}, "--nnodes must be 3, as in this allocation, got 2. Leave it out"),
         ("--nnodes 4:5 train.py", {}, {}, "--nnodes must be 3, as in this allocation, got 4:5. Leave it out"),
         ("missing.py", {}, {}, "SCRIPT must be an existing file, got missing.py."),
@@ -302,7 +365,8 @@ def test_slurm_doctor_decides_whether_the_job_trains(
          "slurm: all nodes must have the same number of GPUs, got 4 on big7, 0 on big8, 2 on big9. Give"),
         ("train.py", {}, {"look": {"blind": ["big8", "big9"]}}, "must exist on all nodes, got none on big8 big9."),
     ],
-    ids=["uneven", "het", "nodelist", "no srun", "nnodes", "range", "script", "no GPU", "GPUs differ", "disk"],
+    ids=["uneven", "het", "nodelist", "no srun", "no image", "no time", "srun option", "srun value", "nnodes",
+         "range", "script", "no GPU", "GPUs differ", "disk"],
 )
 def test_slurm_mistake_is_one_line_before_any_agent_starts(
     words: str, env: dict[str, str], answers: dict[str, Any], says: str, tmp_path: Path
@@ -312,6 +376,15 @@ def test_slurm_mistake_is_one_line_before_any_agent_starts(
     assert (code, job.steps(), job.requeued(), len(said.splitlines())) == (2, [], [], 1), said
     assert says in said
     assert not list(tmp_path.glob(".slurm-*"))
+
+
+@pytest.mark.parametrize("tool", ["scontrol", "scancel"])
+def test_slurm_tool_that_is_not_on_path_is_named(tool: str, tmp_path: Path) -> None:
+    job = Scripted(tmp_path, 0, PATH=str(tmp_path / "bin"))
+    (tmp_path / "bin" / tool).unlink()
+    code, said = job.launch()
+    assert (code, job.steps(), len(said.splitlines())) == (2, [], 1), said
+    assert f"slurm: {tool} must be on PATH in job 7, got none." in said
 
 
 def test_slurm_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ exec rankup launch --name mine train.py
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stranger's folder. Training takes 400 steps of 50 ms and writes ddp.pt."""
-    folder, source = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("source")
+    folder, source = tmp_path_factory.mktemp("own folder"), tmp_path_factory.mktemp("source")
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     own_venv.own_venv(folder / "venv", own_venv.wheel(source.parent, source=own_venv.source(source)), *needs)
     script = (ROOT / "train/examples/ddp.py").read_text()
@@ -103,6 +103,22 @@ def test_slurm_stranger_submits_ten_lines_and_loses_a_rank_an_agent_and_a_node(
     assert job.wait() == "COMPLETED", job.log()
     assert job.output.startswith("slurm: 2 nodes, 1 rank on each: srun --nodes=2"), job.output
     assert str(ROOT) not in job.output
+    assert weights(own) == undisturbed
+
+
+def test_slurm_stranger_submits_from_elsewhere_what_rankup_add_wrote(
+    cluster: Cluster, own: Path, undisturbed: list[bytes]
+) -> None:
+    """The file finds the environment in venv/ and needs no edit."""
+    words = ["venv/bin/rankup", "add", "slurm", "--name", "mine", "train.py"]
+    env = {"PATH": os.environ["PATH"], "HOME": str(own)}
+    subprocess.run(words, cwd=own, env=env, stdin=subprocess.DEVNULL, check=True, timeout=100)
+    words = ["sbatch", "--parsable", f"--chdir={own}", str(own / "train.sbatch")]
+    job = SlurmJob(cluster, cluster.run(*words, cwd=own.parent).strip(), own)
+    job.wait_for_step(30, "mine")
+    job.kill_rank("node1")
+    job.wait_for_text("resumed from step", count=1)
+    assert job.wait() == "COMPLETED", job.log()
     assert weights(own) == undisturbed
 
 
