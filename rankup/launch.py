@@ -22,7 +22,8 @@ from rankup.env.node_env import Limits, read_node_env
 from rankup.env.rank_env import run_name
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError, disk_errors, need
 from rankup.places.files import RUNS, read_json
-from rankup.slurm import Start, note_cause, restart_if_killed
+from rankup.slurm import Start
+from rankup.slurm_task import note_cause, restart_if_killed
 from rankup.state.copies import STATE, list_whole
 from rankup.urls import is_url
 

@@ -8,7 +8,7 @@
 | TERM: scancel, the time limit, requeue  | makes the agents save and stop; Slurm decides what follows                |
 | INT, HUP: Ctrl-C or the end of a shell  | makes the agents save and stop                                            |
 
-In each task `restart_if_killed` runs the agent. No torch here.
+In each task of the step, rankup/slurm_task.py runs the agent. No torch here.
 """
 
 import itertools
@@ -21,20 +21,19 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rankup.agent.logs import host_name
-from rankup.agent.processes import die_with_parent
 from rankup.agent.script import Script
 from rankup.env.allocation import Allocation, without_shape
 from rankup.env.rank_env import run_name
 from rankup.errors import FINISHED, STOPPED, UserError
+from rankup.slurm_task import SIGNALS, fields, say, scontrol
 from rankup.urls import is_url
 
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FIRST_STEP_S, MAX_REQUEUES = 120.0, 100
 ASKS = 12  # how often to ask a Slurm that does not answer, every 5 s
 FIT = (FINISHED, 10)  # exit codes of the doctor
@@ -55,7 +54,7 @@ class Start:
         self.mark = Path(f".slurm-{allocation.job_id}").absolute()
         self.run = run_folder(given)
         self.elastic = given.nnodes is not None and (given.nnodes[0] < given.nnodes[1] or given.spares > 0)
-        self.hosts = _scontrol("show", "hostnames", allocation.nodes).split()
+        self.hosts = scontrol("show", "hostnames", allocation.nodes).split()
         self._check(script)
         self.env = without_shape(os.environ)
         # Without --export=ALL, the steps of a job with another --export would get none of this shell's variables
@@ -79,7 +78,7 @@ class Start:
                     f"slurm: {tool} must be on PATH in job {self.job.job}, got none. In a container, start rankup "
                     "outside of it, with --image; to use only this machine, give --here."
                 )
-        if (given.image or "").endswith((".sif", ".sqsh")) and not Path(given.image).is_file():
+        if (given.image or "").endswith((".sif", ".sqsh")) and not os.path.isfile(given.image):
             raise UserError(f"--image must be an existing file, got {given.image}. slurm/README.md has how to make it.")
         if not self.hosts:
             raise UserError(f"slurm: scontrol must be able to read the list of nodes, got {self.job.nodes!r}.")
@@ -140,7 +139,7 @@ class Start:
         limit_s = FIRST_STEP_S if self.given.first_step_s is None else self.given.first_step_s
         paths = [self.mark, *([] if self.given.image else [Path(sys.executable), Path(__file__)])]
         named = (Path(self.given.words[0]), Path(self.given.image or ""))
-        paths += [path.absolute() for path in named if path.is_file()]
+        paths += [path.absolute() for path in named if os.path.isfile(path)]
         # The user's options for srun may send the output elsewhere
         step = self._start("-oall", "-eall", "sh", "-c", LOOK, "-", *map(str, paths), pipe=True)
         if step is None:
@@ -162,7 +161,7 @@ class Start:
         if mistake := re.search(r"^srun: (.*(unrecognized|Invalid (--|MPI)).*)", said, re.MULTILINE):
             given = shlex.join(self.given.srun_args or ())
             raise UserError(f"--srun-args must be options of srun, got {given or 'none'}: {mistake[1]}")
-        if nodes.keys() < {*self.hosts}:
+        if nodes.keys() < {*self.hosts} and not self.stopping:
             why = f"srun ended with {step.returncode}{''.join(f': {line}' for line in said.splitlines()[-1:])}"
             say(f"not every node of {self.job.nodes} ran a first step within {limit_s:g} s ({why})")
         return nodes
@@ -294,28 +293,29 @@ class Start:
         # This process survives the death of its node's slurmd, but Slurm then restarts the job on another node
         if (shown.get("Restarts"), shown.get("JobState")) != (str(job.restarts), "RUNNING"):
             raise UserError("slurm: Slurm has ended this job or restarted it elsewhere: this process ends.")
-        say(f"requeued{where}; start {job.restarts + 1} is over")
-        # Slurm now sends SIGTERM to every process of this start, and SIGKILL after KillWait
+        # Slurm will sends SIGTERM to every process of this start, and SIGKILL after KillWait
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if subprocess.run(["scontrol", "requeue", job.job], check=False).returncode:
             say(f"Slurm refused to requeue the job: submit it again{name}")
-        elif failed and not self.given.no_exclude:
+            return code
+        say(f"requeued{where}; start {job.restarts + 1} is over")
+        if failed and not self.given.no_exclude:
             self._exclude(failed, shown.get("ExcNodeList", "(null)"))
         return code
 
     def _shown(self) -> dict[str, str]:
         """Return what scontrol shows of the job. slurmctld may be restarting, so ask for a minute."""
         for _ in range(ASKS):
-            if shown := _fields(_scontrol("show", "job", self.job.job)):
+            if shown := fields(scontrol("show", "job", self.job.job)):
                 return shown
             time.sleep(5)
         return {}
 
     def _exclude(self, failed: Collection[str], earlier: str) -> None:
         """Make Slurm leave nodes out of the next start, if enough are left: a third of all at most."""
-        before = [] if earlier == "(null)" else _scontrol("show", "hostnames", earlier).split()
+        before = [] if earlier == "(null)" else scontrol("show", "hostnames", earlier).split()
         both, names = sorted({*before, *failed}), " ".join(sorted(failed))
-        found = re.search(r"TotalNodes=([0-9]+)", _scontrol("show", "partition", self.job.partition))
+        found = re.search(r"TotalNodes=([0-9]+)", scontrol("show", "partition", self.job.partition))
         total = int(found[1]) if found else len(self.hosts)
         if len(both) > total // 3 or total - len(both) < self.job.num_nodes:
             say(f"the next start may use {names} again, because too few other nodes would be left")
@@ -337,83 +337,7 @@ def run_folder(given: Namespace) -> Path:
     return Path("runs" if is_url(folder) else folder, name or "")
 
 
-# In each task ---------------------------------------------------------------------------------------------------------
-
-
-def restart_if_killed(agent: Callable[[], int], *, max_restarts: int) -> int:
-    """Run `agent` in a child of this task of a step, and start it again if it was killed or gave up. Returns its exit
-    code; the child returns too. All agents of a job end with the same code. They wait for one that was killed, and if
-    all of them gave up, they meet again."""
-    stopped, this = list[int](), os.getpid()
-    for number in SIGNALS:  # Slurm signals every process of a step. The agent acts on it, and this process waits
-        signal.signal(number, lambda number, _: stopped.append(number))
-    name = Path("/proc/self/comm")  # for `ps`; without a space, which Slurm's proctrack/linuxproc can't read
-    name.write_text("rankup-task")
-    for restart in itertools.count(1):
-        if (child := os.fork()) == 0:
-            name.write_text("rankup-agent")
-            die_with_parent(this)
-            for number in SIGNALS:
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            return agent()
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        killed, code = code < 0, code if code >= 0 else 128 - code
-        if code < 128 or code == STOPPED or restart > max_restarts or stopped:
-            break
-        say(f"the agent on {host_name()} ended with {code}, restarted ({restart} of {max_restarts})")
-    if code >= 128:
-        if killed:
-            note("failed", os.environ.get("SLURMD_NODENAME", ""))
-    elif note("code", str(code)):
-        _release()
-    return code
-
-
-def note_cause(text: str) -> None:
-    """Note the node in the verdict of agents that gave up, such as "rank 1 on node1 ended with 137"."""
-    if found := re.match(r"rank \d+ on (\S+) ended with", text):
-        note("failed", found[1])
-
-
-def note(kind: str, text: str) -> bool:
-    """Tell the batch script the exit code of an agent, or the node that made the agents give up. Returns whether a
-    batch script waits for it."""
-    mark = Path(f".slurm-{os.environ.get('SLURM_JOB_ID')}")
-    if waits := mark.exists():
-        with suppress(OSError), mark.open("a") as file:  # a full disk must not change the code
-            file.write(f"{kind} {text}\n")
-    return waits
-
-
-def _release() -> None:
-    """Requeue a job that has finished and has lost its first node. It has no batch script, would hold its other nodes
-    to the time limit, and ends at once if it is requeued."""
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    shown = _fields(_scontrol("show", "job", job_id))
-    if shown.get("BatchHost") and shown["BatchHost"] not in _scontrol("show", "hostnames", shown["NodeList"]).split():
-        subprocess.run(["scontrol", "requeue", job_id], check=False)
-
-
-# Commands -------------------------------------------------------------------------------------------------------------
-
-
-def say(text: str) -> None:
-    print(f"slurm: {text}", file=sys.stderr, flush=True)
-
-
 def _myself() -> list[str]:
     """Return how this process was started, up to its command: `python /venv/bin/rankup`, `python -m rankup`."""
     own = sys.orig_argv[1:len(sys.orig_argv) - len(sys.argv[1:])]
     return [sys.executable, *own]
-
-
-def _fields(shown: str) -> dict[str, str]:
-    """Return the fields in scontrol's description of a job."""
-    return dict(word.split("=", 1) for word in shown.split() if "=" in word)
-
-
-def _scontrol(*words: str) -> str:
-    """Return scontrol's output, or "" if it fails or does not exist."""
-    with suppress(OSError):
-        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False).stdout
-    return ""
