@@ -6,6 +6,7 @@ Reads files and changes nothing. Everything worth saying is a line in `notes`.
 import json
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
