@@ -277,7 +277,7 @@ def launch(given: argparse.Namespace) -> int:
     option("--name", "NAME", "name of the job and the image (the folder's name)"),
     option("--image", "IMAGE", "the image in your registry"),
     option("--data", "DIR", "a folder that the job reads, as often as needed", action="append", default=[]),
-    option("--kind", "KIND", "kind of the manifest (%(default)s)", default="job", choices=files.JOB_KINDS),
+    option("--kind", "KIND", f"kind of the manifest ({files.JOB_KINDS[0]})", choices=files.JOB_KINDS),
     option("--queue", "QUEUE", "Kueue's LocalQueue, which starts all pods or none"),
     option("--secret", "SECRET", "a Secret that the pods prove to each other"),
     option("--output", "DIR", "a folder that the script writes: in containers it is runs/; as often as needed",

@@ -18,7 +18,7 @@ import jinja2
 
 from rankup.agent.script import Script
 from rankup.errors import UserError
-from rankup.files import KINDS
+from rankup.files import JOB_KINDS, KINDS
 from rankup.files.k8s import k8s_variables, same_name
 from rankup.files.repository import (
     HEADER,
@@ -90,7 +90,8 @@ def add(given: Namespace, folder: Path, parse: Parse) -> str:
     if given.diff:
         return "".join(_difference(folder / file.path, file.content) for file in plan.texts)
     if given.stdout:
-        return "".join(file.content for file in plan.texts if file.launches)
+        shown = [file.content for file in plan.texts if file.launches]
+        return ("---\n" if set(given.kinds) == {"k8s"} else "").join(shown)
     said = [f"add: {note}" for note in plan.notes]
     present = [file for file in plan.files if (folder / file.path).exists()]
     absent = [file for file in plan.files if file not in present]
@@ -132,35 +133,49 @@ def plan_files(given: Namespace, folder: Path) -> Plan:
         raise UserError("add: --file must come with one kind of launch file: compose, slurm or k8s.")
     if given.file:
         _inside(given.file, folder, "--file")
+    if given.kind and "k8s" not in kinds:
+        raise UserError("add: --kind must come with k8s: compose and slurm have one kind of job.")
+    given.kind = given.kind or JOB_KINDS[0]
     build_base = ""
     if {"compose", "k8s"} & {*kinds}:
         _image(given, folder, plan, variables, file)
         build_base = f"docker build -t {variables['base']} . && " if variables["own_base"] else ""
     if "compose" in kinds:
-        if gpus and most > 1:
-            plan.notes.append(f"gpus  compose.yaml takes {most * gpus} GPUs of one machine, {gpus} for each node: give "
-                              "--nodes 1, or edit its device_ids, if the machine has fewer")
-        path = given.file or "compose.yaml"
-        plan.files.append(File(path, render("compose.yaml", variables | {"path": path})))
+        _compose(given, plan, variables)
         plan.next.append(f"{build_base}docker compose up --build")
     if "slurm" in kinds:
         path = given.file or f"{stem}.sbatch"
-        seed = not module and bool(re.search(r"--seed\b", _read(file)))
         modules, environment = activation(folder, os.environ)
+        seed = not module and bool(re.search(r"--seed\b", _read(file)))
         more = {"path": path, "modules": modules, "environment": environment, "seed": seed}
         plan.files.append(File(path, render("train.sbatch", variables | more)))
         plan.next.append(f"sbatch {path}")
     if "k8s" in kinds:
-        path, image = given.file or f"k8s/{stem}.yaml", variables["image"]
-        plan.notes += same_name(folder / path, name)
-        more = k8s_variables(given, variables | {"path": path}, folder)
-        plan.files += [File(more["volume"], render("k8s/volume.yaml", more)),
-                       File(path, render(f"k8s/{given.kind}.yaml", more))]
-        of_file = f"-f {variables['dockerfile']} " if variables["dockerfile"] != "Dockerfile" else ""
-        plan.next.append(f"{build_base}docker build {of_file}-t {image} . && docker push {image} && {more['run']}")
-        if not given.image:
-            plan.notes.append(f"image  {image} is in no registry: give --image REGISTRY/{image} for nodes that pull")
+        _k8s(given, folder, plan, variables | {"path": given.file or f"k8s/{stem}.yaml"}, build_base)
     return plan
+
+
+def _compose(given: Namespace, plan: Plan, variables: dict[str, Any]) -> None:
+    """Plan the compose file."""
+    most, gpus = variables["most"], variables["gpus"]
+    if gpus and most > 1:
+        plan.notes.append(f"gpus  compose.yaml takes {most * gpus} GPUs of one machine, {gpus} for each node: give "
+                          "--nodes 1, or edit its device_ids, if the machine has fewer")
+    path = given.file or "compose.yaml"
+    plan.files.append(File(path, render("compose.yaml", variables | {"path": path})))
+
+
+def _k8s(given: Namespace, folder: Path, plan: Plan, variables: dict[str, Any], build_base: str) -> None:
+    """Plan the manifest of the job, and that of the volume."""
+    path, image = variables["path"], variables["image"]
+    plan.notes += same_name(folder / path, variables["name"])
+    more = k8s_variables(given, variables, folder)
+    plan.files += [File(more["volume"], render("k8s/volume.yaml", more)),
+                   File(path, render(f"k8s/{given.kind}.yaml", more))]
+    of_file = f"-f {variables['dockerfile']} " if variables["dockerfile"] != "Dockerfile" else ""
+    plan.next.append(f"{build_base}docker build {of_file}-t {image} . && docker push {image} && {more['run']}")
+    if not given.image:
+        plan.notes.append(f"image  {image} is in no registry: give --image REGISTRY/{image} for nodes that pull")
 
 
 def render(template: str, variables: dict[str, Any]) -> str:

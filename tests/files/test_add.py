@@ -193,6 +193,7 @@ def test_a_wheel_of_rankup_is_put_beside_the_dockerfile(repository: Path, capsys
     ("compose --base . train.py", "--base . must come with a Dockerfile"),
     ("compose --kind x train.py", "--kind"),
     ("compose --requirements no.txt train.py", "--requirements must be a file"),
+    ("compose --kind jobset train.py", "--kind must come with k8s"),
     ("compose slurm --file x train.py", "--file must come with one kind"),
     ("slurm --file ../train.sbatch train.py", "--file must be a path inside this folder"),
     ("compose --output /scratch train.py", "--output must be a path inside this folder"),
