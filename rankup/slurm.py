@@ -79,7 +79,7 @@ class Start:
                     "outside of it, with --image; to use only this machine, give --here."
                 )
         if (given.image or "").endswith((".sif", ".sqsh")) and not os.path.isfile(given.image):
-            raise UserError(f"--image must be an existing file, got {given.image}. slurm/README.md has how to make it.")
+            raise UserError(f"--image must be an existing file, got {given.image}. slurm/README.md says how.")
         if not self.hosts:
             raise UserError(f"slurm: scontrol must be able to read the list of nodes, got {self.job.nodes!r}.")
         if given.nnodes and not given.nnodes[0] <= nodes <= given.nnodes[1] + given.spares:

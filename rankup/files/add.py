@@ -189,7 +189,7 @@ def _script(words: Sequence[str], folder: Path, plan: Plan) -> tuple[list[str], 
     if not words or words == ["-m"]:
         raise UserError("add: SCRIPT must be given, got nothing. For example: rankup add compose slurm k8s train.py")
     if broken := next((word for word in words if len(word.splitlines()) > 1), ""):
-        raise UserError(f"add: each word must be on one line, got {broken!r}. Put such a text into a file.")
+        raise UserError(f"add: each word must be on one line, got {broken!r}. Put the text into a file.")
     first, *rest = words
     if Path(first).suffix in (".sh", ".bash", ".ipynb", ".yaml", ".yml", ".toml", ".sbatch"):
         started = re.search(r"[\w./-]+\.py\b", _read(folder / first)) if (folder / first).is_file() else None
@@ -213,7 +213,7 @@ def _script(words: Sequence[str], folder: Path, plan: Plan) -> tuple[list[str], 
         raise UserError(f"add: SCRIPT must be an existing file, got {first}.{hint}")
     inside = os.path.relpath(os.path.realpath(folder / first), os.path.realpath(folder))
     if inside.startswith(".."):
-        raise UserError(f"add: SCRIPT must be in this folder, the image's content, got {first}. Change to its folder.")
+        raise UserError(f"add: SCRIPT must be in this folder, got {first}. Type the command in the script's repository.")
     return [inside, *rest], "", folder / inside
 
 
@@ -243,7 +243,7 @@ def _data(given: str, folder: Path) -> Data:
         raise UserError(f"add: --data must be an existing folder or file, got {given}.")
     inside = os.path.relpath(path, os.path.abspath(folder))
     if inside == ".":
-        raise UserError("add: --data must not be this folder itself, which becomes the image.")
+        raise UserError("add: --data must not be this folder itself, which becomes the image. Name a folder in it.")
     if inside.startswith(".."):
         return Data(str(path), str(path), inside=False)
     return Data(f"./{inside}", f"{IN_IMAGE}/{inside}", inside=True)

@@ -118,7 +118,7 @@ def _locked(
     """Return how uv installs a lock file, into an environment of its own: a lock lists all packages."""
     listed = _toml(folder / file).get("package" if file == "uv.lock" else "packages") or []
     if not isinstance(listed, list) or not all(isinstance(each, dict) and "name" in each for each in listed):
-        raise UserError(f"{file}: it must be a lock file, got packages without a name. Make it again.")
+        raise UserError(f"{file}: it must be a lock file, got packages without a name. Lock again.")
     names = frozenset(name_of(each["name"]) for each in listed)
     made = ["python -m pip install uv", f"uv venv --quiet --system-site-packages {ENVIRONMENT}"]
     uv = f"UV_PYTHON={ENVIRONMENT} uv pip install"
@@ -154,7 +154,7 @@ def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path.name}: it must be TOML, got {error}. Mend the file.") from None
+        raise UserError(f"{path.name}: it must be TOML, got {error}. Correct the file.") from None
 
 
 def name_of(requirement: str) -> str:
@@ -186,9 +186,9 @@ class Requirements:
         relative = Path(file).parent if includes else Path()  # pip takes other paths from the current folder
         path = os.path.normpath(relative / re.sub(r"^file:(//)?", "", value).partition("[")[0])
         if path.startswith(("..", "/")):
-            raise UserError(f"{file}: a path must be inside this folder to be in an image, got {line}. Move it here.")
+            raise UserError(f"{file}: a path must be inside this folder to be in an image, got {line}. Move it in.")
         if not (folder / path).exists():
-            raise UserError(f"{file}: a path must exist, got {line}. Mend the line.")
+            raise UserError(f"{file}: a path must exist, got {line}. Correct the line.")
         if not includes:
             self.local = self.local or f'"{line}" in {file}'
         elif path not in self.files:

@@ -146,7 +146,7 @@ class Job:
         Raises UserError inside `job.step` or if the disk is full, and PeerLost if another attempt has taken the run.
         """
         if self._step.inside:  # changes inside the block belong to no finished step yet
-            raise UserError("save: it must be called outside job.step and job.change, got a call inside. Move it down.")
+            raise UserError("save: it must be called outside job.step and job.change, got a call inside. Move it out.")
         self.begin()
         self.reporting.check_logged(self.loop.logged)
         if self.saving.save(wait=wait):

@@ -346,7 +346,7 @@ def test_slurm_doctor_decides_whether_the_job_trains(
         ("train.py", {"SLURM_HET_SIZE": "2"}, {}, "slurm: the job must not be heterogeneous"),
         ("train.py", {"SLURM_JOB_NODELIST": ""}, {}, "slurm: scontrol must be able to read the list of nodes, got ''"),
         ("train.py", {"PATH": "/nonexistent"}, {}, "slurm: srun must be on PATH in job 7, got none. In a container"),
-        ("--image me.sif train.py", {}, {}, "--image must be an existing file, got me.sif. slurm/README.md has how"),
+        ("--image me.sif train.py", {}, {}, "--image must be an existing file, got me.sif. slurm/README.md says"),
         ("--first-step-s 0 train.py", {}, {}, "--first-step-s must be a whole number >= 1, got 0"),
         ("--srun-args=--nosuch train.py", {},
          {"look": {"up": [], "code": 255, "says": "srun: unrecognized option '--nosuch'\nTry \"srun --help\""}},
