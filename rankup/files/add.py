@@ -213,7 +213,7 @@ def _script(words: Sequence[str], folder: Path, plan: Plan) -> tuple[list[str], 
         raise UserError(f"add: SCRIPT must be an existing file, got {first}.{hint}")
     inside = os.path.relpath(os.path.realpath(folder / first), os.path.realpath(folder))
     if inside.startswith(".."):
-        raise UserError(f"add: SCRIPT must be in this folder, got {first}. Type the command in the script's repository.")
+        raise UserError(f"add: SCRIPT must be in this folder, got {first}. Change to its repository.")
     return [inside, *rest], "", folder / inside
 
 

@@ -65,7 +65,7 @@ class Tracked:
         """Track `items` too. Raises UserError for a value that a copy can't hold. The message has the value's path."""
         for name, item in items.items():
             if name in self.items or not ITEM.fullmatch(name):
-                raise UserError(f"track: {name} must be a new name of letters and digits. Give the item another name.")
+                raise UserError(f"track: a name must be new, of letters, digits and _, got {name}. Rename the item.")
             if not (isinstance(item, FILLED_IN_PLACE) or has_state(item)):
                 encode({name: item})  # raises UserError if a dict of it can't be kept either
                 if item is None:
