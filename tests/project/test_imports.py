@@ -24,7 +24,8 @@ FOLDERS = ["setting", "config", "group", "data", "workloads", "parallel", "run",
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "seeds", "urls", "env", "places", "agent", "group", "state", "observe", "explain", "doctor",
-        "process", "loop", "job", "integrations", "slurm_task", "slurm", "launch", "files", "cli", "wheel", "__main__",
+        "process", "loop", "job", "integrations", "slurm_task", "slurm", "launch", "files", "options",
+        "cli", "wheel", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
