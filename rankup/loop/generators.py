@@ -156,10 +156,11 @@ def _find(parts: Mapping[str, Any]) -> dict[str, Any]:
 def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Iterate over what `value` refers to, with its path. No property and no method of the user runs."""
     if isinstance(value, dict):
-        yield from ((f"{path}[{key!r}]", each) for key, each in islice(value.items(), ELEMENTS)
+        yield from ((f"{path}[{key!r}]", each) for key, each in islice(dict.items(value), ELEMENTS)
                     if isinstance(key, str | int))
     elif isinstance(value, list | tuple | deque):
-        yield from ((f"{path}[{number}]", each) for number, each in enumerate(islice(value, ELEMENTS)))
+        kind: Any = next(each for each in (list, tuple, deque) if isinstance(value, each))  # the user's may do more
+        yield from ((f"{path}[{number}]", each) for number, each in enumerate(islice(kind.__iter__(value), ELEMENTS)))
     elif isinstance(value, partial):
         yield path, value.func
         yield from ((f"{path}({number})", each) for number, each in enumerate(value.args))

@@ -223,7 +223,7 @@ def test_state_that_ranks_split_unknown_to_rankup_is_refused(forks: Forks, tmp_p
 
 NAMES = {
     "one more": ("job.track(net=net, **({'more': {'n': 1}} if job.is_main else {}))", "got more, net on rank 0"),
-    "None": ("job.track(net=net, more={'n': 1} if job.is_main else None)", r"got NoneType, .* This is so on rank 1 \("),
+    "None": ("job.track(net=net, more={'n': 1} if job.is_main else None)", r"got None\. .* This is so on rank 1 \("),
     "no call": ("job.is_main and job.track(net=net)\nnext(job.steps(1))", r"got net on rank 0 \(.*\) and none on rank"),
     "a call more": ("job.track(net=net)\njob.is_main or job.track(more={})\nnext(job.steps(1))", "and more on rank 1"),
 }

@@ -25,10 +25,11 @@ TRAIN = ("--dataset", "digits", "--max-steps", "12", "--save-every-steps", "4")
 
 
 def watch(*arguments: str | Path, cwd: Path) -> tuple[int, str, list[str]]:
-    """Run `train.main` with the secrets in its environment. Return its exit code, its output, and the command lines of
-    all its processes."""
+    """Run the program, or `rankup launch`, with the secrets in its environment. Return its exit code, output, and the
+    command lines of all its processes."""
     lines: set[str] = set()
-    job = jobs.start(sys.executable, "-m", "train.main", *arguments, env=SECRETS, cwd=cwd)
+    module = "rankup" if arguments[0] == "launch" else "train.main"
+    job = jobs.start(sys.executable, "-m", module, *arguments, env=SECRETS, cwd=cwd)
     with jobs.ended(job):
         (process,) = job.processes
         while process.poll() is None:
@@ -51,7 +52,7 @@ def holders(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_run_leaves_no_secret_in_files_output_or_command_lines(tmp_path: Path, fails: bool) -> None:
-    script, words = tmp_path / "script.py", [str(jobs.MAIN), "--run-dir", str(tmp_path / "runs"), *TRAIN]
+    script, words = tmp_path / "script.py", [str(jobs.MAIN), "train", "--run-dir", str(tmp_path / "runs"), *TRAIN]
     if fails:
         text = "import os\nprint('has it:', bool(os.environ['HF_TOKEN']))\nraise ValueError('it fails')\n"
         script.write_text(text)
