@@ -88,8 +88,9 @@ def by_module(project: Path) -> Job:
 
 
 def by_launch(project: Path) -> Job:
-    """Start the program as a file, which starts its ranks as a file too."""
-    return start(sys.executable, MAIN, "launch", "--nproc=2", MAIN, *ONE_STEP, cwd=project, env={"PYTHONPATH": ""})
+    """Start the ranks of the program as a file."""
+    rankup = Path(sys.executable).with_name("rankup")
+    return start(rankup, "launch", "--nproc=2", MAIN, *ONE_STEP, cwd=project, env={"PYTHONPATH": ""})
 
 
 @pytest.mark.parametrize("started", [by_module, by_launch], ids=lambda f: f.__name__)
