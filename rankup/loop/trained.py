@@ -153,12 +153,18 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> bool:
     return True
 
 
+SCALED_STEP = torch.amp.GradScaler.step.__code__
+
+
 def _scaler() -> Any:
     """Return the GradScaler that called the optimizer's step from which this is called, or None."""
     frame: Any = sys._getframe()
     for _ in range(8):  # hooks, torch's wrappers of a step, and the scaler's own methods
-        if frame is None or isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return frame and frame.f_locals["self"]
+        if frame is None:
+            break
+        # A look at f_locals of the user's frame would keep its tensors alive: Python stores the dict in the frame
+        if frame.f_code is SCALED_STEP:
+            return frame.f_locals["self"]
         frame = frame.f_back
     return None
 

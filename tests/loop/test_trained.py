@@ -263,6 +263,18 @@ def test_module_and_optimizer_that_are_not_tracked_are_reported(forks: Forks, tm
     assert output.count("track: SGD steps and is not tracked: a restart resets its parameters") >= 1
 
 
+def test_look_at_optimizers_keeps_no_tensor_of_the_loop_alive(forks: Forks, tmp_path: Path) -> None:
+    text = (
+        "import weakref\nimport torch, rankup\njob = rankup.init('run')\nnet = torch.nn.Linear(4, 1)\n"
+        "sgd = torch.optim.SGD(net.parameters(), 0.1)\njob.track(net=net, sgd=sgd)\n"
+        "def loop():\n    for step in job.steps(3):\n        big = torch.ones(8, 4)\n        seen = weakref.ref(big)\n"
+        "        net(big).sum().backward()\n        with job.step():\n            sgd.step()\n        del big\n"
+        "        print('alive' if seen() is not None else 'gone')\nloop()\njob.finish()\n"
+    )
+    output = ran(forks, tmp_path, text, ranks=1)
+    assert (output.count("gone"), output.count("alive")) == (3, 0)
+
+
 def test_loop_that_tracks_nothing_is_told_what_a_restart_loses(forks: Forks, tmp_path: Path) -> None:
     text = script("sgd = torch.optim.SGD(net.parameters(), 0.1)\n" + trained("net(batch(step))", inside="sgd.step()"))
     text = "".join(line for line in text.splitlines(keepends=True) if "job.track(" not in line)
