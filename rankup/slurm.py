@@ -293,7 +293,7 @@ class Start:
         # This process survives the death of its node's slurmd, but Slurm then restarts the job on another node
         if (shown.get("Restarts"), shown.get("JobState")) != (str(job.restarts), "RUNNING"):
             raise UserError("slurm: Slurm has ended this job or restarted it elsewhere: this process ends.")
-        # Slurm will sends SIGTERM to every process of this start, and SIGKILL after KillWait
+        # Slurm will send SIGTERM to every process of this start, and SIGKILL after KillWait
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if subprocess.run(["scontrol", "requeue", job.job], check=False).returncode:
             say(f"Slurm refused to requeue the job: submit it again{name}")
