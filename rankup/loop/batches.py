@@ -63,9 +63,11 @@ class Source:
     numbers of batches, because each rank reads a loader of its own. `stride`: how many batches all ranks together get
     for each one that this rank gets. `orders`, `content`: the generators that the newest pass drew from, those of the
     loader and its samplers, and those of the samples. `apart`: paths of generators that each rank seeds for itself.
+    `state`: the loader's state as of the batch that the loop got, if batches are fetched ahead, else None.
     """
 
     fingerprint, uneven, stride, apart = "", True, 1, frozenset[str]()
+    state: Any = None
 
     def __init__(self, loader: Any, rank: int, *, device: torch.device, replays: bool = True) -> None:
         self.loader, self.rank, self.device, self.replays = loader, rank, device, replays

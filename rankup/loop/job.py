@@ -200,16 +200,20 @@ class Job:
             self.loop.running.remove("steps")
         self.loop_is_over = True
 
-    def batches(self, loader: Any, *, any_order: bool = False) -> Batches:
+    def batches(self, loader: Any, *, any_order: bool = False, prefetch: int = 0) -> Batches:
         """Iterate over this rank's part of each batch of `loader`. After a resume, start at the next unfinished batch.
 
         A batch of a DataLoader is a global batch, of which each rank gets a part, see `weight`. With a sampler that
         already splits the data (DistributedSampler), it is this rank's batch. The order depends only on seed and epoch.
         `any_order`: the order does not matter, and a resume starts `loader` from its beginning.
+        `prefetch`: yield batches on `job.device`, and copy this many more there while the loop computes, for which a
+        DataLoader needs `pin_memory=True`. The batches stay the same, and one counts only once the loop has got it.
 
         Raises UserError for a loader that can't be replayed (see `rankup.loop.batches`) or if ranks draw different
         orders. Raises Stopped, after a save, if the job was asked to stop.
         """
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+            raise UserError(f"batches: prefetch must be a whole number of batches >= 0, got {prefetch!r}.")
         if id(loader) not in self._batches:
             source = source_of(
                 loader, self.rank, self.world_size, any_order=any_order, device=self.device
@@ -220,7 +224,9 @@ class Job:
                     "state holds them: keep a generator in the state of the data set"
                 )
             self._batches[id(loader)] = Batches(self, source)  # keeps the loader alive, so that its id stays unique
-        return self._batches[id(loader)]
+        found = self._batches[id(loader)]
+        found.prefetch = prefetch
+        return found
 
     def eval_batches(self, loader: Any, *, pad: bool = False) -> Iterator[Any]:
         """Iterate over the batches of an evaluation. The ranks take batches in turn: together they get each sample of

@@ -3,9 +3,14 @@ finished steps, and checks that the loader still gives the batches that it gave 
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Generator, Iterator
-from itertools import chain
+from copy import deepcopy
+from itertools import chain, count
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
 
 from rankup.errors import UserError
 from rankup.loop.batches import END, NO_ORDER, Source, Split
@@ -17,6 +22,10 @@ from rankup.seeds import derive_seed
 OTHER_BATCH = (
     "gives another batch when it loads one again, so a resume changes the weights. Let it draw from random, "
     "numpy.random or torch, or from a generator that is an attribute"
+)
+FETCHED_AHEAD = (
+    "A resume begins behind the newest batch that the loop got, so a stop loses batches that code fetches ahead or "
+    "takes before the loop. Use job.batches(loader, prefetch=2). A first step that accumulates more is no mistake"
 )
 
 
@@ -32,6 +41,8 @@ class Batches:
     def __init__(self, job: Any, source: Source) -> None:
         """`job`: a `rankup.loop.job.Job`, whose module imports this one."""
         self._job, self._source, self._weight, self._said = job, source, 1.0, set[str]()
+        self.prefetch = 0  # how many batches are copied to the device ahead of the one that the loop gets
+        self._stream: Any = None  # the GPU's stream for these copies
         self._generators: set[str] | None = None  # paths of those that were there before the first pass
 
     def __len__(self) -> int:
@@ -47,6 +58,10 @@ class Batches:
         # After a resume a finished pass has no batches left: `for` ends at once, `except StopIteration` skips the pass
         while not (yield from self._pass()) and at_stop_iteration():
             pass
+
+    def warn_of_steps_without_batch(self) -> None:
+        """Say what a step means that follows a short pass and has got no batch, where earlier steps got several."""
+        self._warn(f"steps follow a pass whose batches earlier steps have taken. {FETCHED_AHEAD}")
 
     def _warn(self, text: str) -> None:
         """Log this warning once."""
@@ -143,6 +158,48 @@ class Batches:
         self._job.enter_step()
         return chain(firsts[1:] if firsts[1][0] is not END else (), pairs)
 
+    def _fetch(self, pairs: Iterator[tuple[Any, float]], trace: Trace, first: int) -> Iterator[tuple[Any, ...]]:
+        """Iterate over the batches of `pairs`, each with its weight and what a copy holds once the loop has got it: the
+        trace, and the loader's state. A copy knows nothing of batches that are fetched ahead, so a resume begins with
+        them. `first`: the number of the first batch in the pass."""
+        source, ahead = self._source, deque[tuple[Any, ...]]()
+        for number, (batch, weight) in zip(count(first), pairs):
+            value = trace.add(number, batch)  # before the copy: it can't read the device's memory
+            if not self.prefetch:
+                yield batch, weight, value, None
+                continue
+            state = deepcopy(source.loader.state_dict()) if source.stateful else None
+            ahead.append((*self._on_device(batch), weight, value, state))
+            if len(ahead) > self.prefetch:
+                yield self._arrived(*ahead.popleft())
+        yield from (self._arrived(*each) for each in ahead)
+
+    def _on_device(self, batch: Any) -> tuple[Any, Any]:
+        """Copy a batch of any structure to the device. Return it and, on a GPU, the event of its arrival. The copy runs
+        beside the computation if the loader has `pin_memory`."""
+        device, event = self._job.device, None
+
+        def move(leaf: Any) -> Any:
+            return leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf
+
+        if device.type != "cuda":
+            return tree_map(move, batch), event
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        # The copy may reuse the memory of an earlier batch, which the computation that is queued by now may still read
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            batch = tree_map(move, batch)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return batch, event
+
+    def _arrived(self, batch: Any, event: Any, *more: Any) -> tuple[Any, ...]:
+        """Let the computation that follows wait until the copy is done. The host does not wait."""
+        if event is not None:
+            torch.cuda.current_stream(self._job.device).wait_event(event)
+        return batch, *more
+
     def _other_batches(self, *, resized: bool) -> str:
         name, before = self._source.name(), self._job.loop.ranks_before
         if resized:
@@ -200,7 +257,9 @@ class Batches:
                 "A sampler must draw the same order on all ranks, or split the data as DistributedSampler does."
             ))
         position, streams, record, stride = job.position, loop.streams, group.record, source.stride
+        fetches = self._fetch(pairs, trace, skip // stride)
         fetched, taken = 0, list[int]()  # batches since the last step, and how many the first three steps took
+        first_step, loop.may_hold = position.step, None
         loop.running.append(self)
         try:
             while True:
@@ -209,18 +268,19 @@ class Batches:
                 elif group.stops_before(position.step):
                     raise job.save_and_stop()
                 clock.start()
-                found = next(pairs, None)
+                found = next(fetches, None)
                 waited(clock.has_batch())
                 if found is None:
                     if source.uneven:
                         group.end_pass(streams[number] // stride)
                     job.reseed_outside(number + 1)
+                    held = (streams[number] - skip) // stride > position.step - first_step and len(taken) < 3
+                    loop.may_hold = self if held else None
                     return streams[number] != skip or not skip
-                batch, self._weight = found
+                batch, self._weight, loop.traces[number], source.state = found
                 loop.weight = loop.batch_weight = self._weight
                 loop.fetched += 1
                 record.batches += 1
-                loop.traces[number] = trace.add(streams[number] // stride, batch)
                 streams[number] += stride
                 job.reseed()
                 step = position.step
@@ -242,9 +302,7 @@ class Batches:
                         taken.append(fetched)
                         if len(taken) == 3 and taken[0] > taken[1] == taken[2]:
                             self._warn(
-                                f"the first step took {taken[0]} batches, and the next ones {taken[1]}. Code that "
-                                "fetches batches ahead loses them at each stop: a resume begins behind the newest one "
-                                "that was fetched. Let the DataLoader do it (num_workers)"
+                                f"the first step took {taken[0]} batches, and the next ones {taken[1]}. {FETCHED_AHEAD}"
                             )
                     fetched = 0
                 if self._weight != 1.0 and not loop.weight_asked:
@@ -254,5 +312,5 @@ class Batches:
                         "job.weight, or the gradients are not exactly those of the whole batch"
                     )
         finally:
-            streams[number] = OVER
+            streams[number], source.state = OVER, None
             loop.running.remove(self)

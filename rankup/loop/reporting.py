@@ -37,7 +37,7 @@ class LoopState:
     `job.weight`. `batch_weight`: the weight of the newest batch of `job.batches`, for `weight` after an evaluation.
     `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds. `logged`: calls of `job.log`.
     `left_after`: how many batches of its newest pass the loop took before it left that pass by `break`, or 0; None once
-    that was said.
+    that was said. `may_hold`: the `Batches` of the newest pass if code may hold batches of it, see `Step`.
     """
 
     def __init__(self, position: Position, states: list[Any], record: dict[str, Any]) -> None:
@@ -51,6 +51,7 @@ class LoopState:
         self.fetched, self.weight, self.batch_weight, self.weight_asked = 0, 1.0, 1.0, False
         self.changes_to_repeat, self.logged = position.changes, 0
         self.left_after: int | None = 0
+        self.may_hold: Any = None
 
     def begin_epoch(self) -> None:
         self.epoch += 1
@@ -73,7 +74,10 @@ class LoopState:
         """Return the loaders' states by pass, None for a loader without one; [] if no loader has a state."""
         if not self.stateful:
             return []
-        said = self.left | {n: each.loader.state_dict() if each.stateful else None for n, each in self.sources.items()}
+        said = self.left | {
+            n: (each.loader.state_dict() if each.state is None else each.state) if each.stateful else None
+            for n, each in self.sources.items()
+        }
         return [said[number] for number in range(len(self.streams))]
 
 

@@ -62,7 +62,11 @@ class Step:
         if kind is None:
             self.inside = False
             self._clock.mark(COMPUTE)
-            self._loop.fetched = 0
+            loop = self._loop
+            # Code that fetches ahead reaches the end of a pass before the steps of the batches that it holds
+            if loop.may_hold is not None and not loop.fetched and not loop.running:
+                loop.may_hold.warn_of_steps_without_batch()
+            loop.fetched = 0
             self._after(position.step)
 
     def _after(self, step: int) -> None:

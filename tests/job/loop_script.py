@@ -77,11 +77,11 @@ if job.is_main:
     names = sorted(each.name for each in threading.enumerate() if type(each) is threading.Thread)
     print(f"threads {' '.join(names)}\n", end="")  # in one write: other ranks print too
 die = os.environ.get("DIE", "")  # "rank:step:signal", once
-mistake = os.environ.get("MISTAKE", "")
+mistake, ahead = os.environ.get("MISTAKE", ""), int(os.environ.get("PREFETCH", "0"))
 for _epoch in job.epochs(6):
     net.train()
-    noises = iter(job.batches(noise))
-    for number, (x, y) in enumerate(job.batches(loader)):
+    noises = iter(job.batches(noise, prefetch=ahead))
+    for number, (x, y) in enumerate(job.batches(loader, prefetch=ahead)):
         accumulates = number % 2 == 0  # a run never resumes in the middle of a step
         more = 0.0 if accumulates or plain else next(noises).to(job.device)
         with body.no_sync() if accumulates else contextlib.nullcontext():

@@ -543,7 +543,7 @@ def threaded(batches):
         yield found
 
 job = rankup.init('run')
-batches = job.batches([1] * 9)
+batches = job.batches([1] * LENGTH)
 for n, _ in enumerate(KIND):
     if EACH and n % 2 == 0:
         continue
@@ -553,19 +553,23 @@ job.finish()
 """
 
 
-@pytest.mark.parametrize(("kind", "each", "says"), [
-    ("ahead(batches)", 0, True), ("ahead(batches, 3)", 0, True), ("ahead(batches)", 1, True),
-    ("batches", 0, False), ("batches", 1, False), ("zip(batches, job.batches([2] * 9))", 0, False),
+@pytest.mark.parametrize(("kind", "each", "length", "says"), [
+    ("ahead(batches)", 0, 9, True), ("ahead(batches, 3)", 0, 9, True), ("ahead(batches)", 1, 9, True),
+    ("ahead(batches)", 0, 2, True), ("ahead(batches, 3)", 0, 2, True), ("ahead(batches, 2)", 1, 4, True),
+    ("batches", 0, 9, False), ("batches", 1, 9, False), ("zip(batches, job.batches([2] * 9))", 0, 9, False),
+    ("batches", 1, 4, False), ("job.batches([1] * 2, prefetch=1)", 0, 2, False),
 ])
 def test_batches_that_are_fetched_ahead_are_reported(
-    forks: Forks, tmp_path: Path, kind: str, each: int, says: bool
+    forks: Forks, tmp_path: Path, kind: str, each: int, length: int, says: bool
 ) -> None:
-    output = ran(forks, tmp_path, AHEAD.replace("KIND", kind).replace("EACH", str(each)))
-    assert output.count("fetches batches ahead loses them at each stop") == says, output
+    text = AHEAD.replace("KIND", kind).replace("EACH", str(each)).replace("LENGTH", str(length))
+    output = ran(forks, tmp_path, text)
+    assert output.count("a stop loses batches that code fetches ahead or takes before the loop") == says, output
 
 
 def test_batches_that_a_thread_fetches_are_refused(forks: Forks, tmp_path: Path) -> None:
-    output = ran(forks, tmp_path, AHEAD.replace("KIND", "threaded(batches)").replace("EACH", "0"), code=2)
+    text = AHEAD.replace("KIND", "threaded(batches)").replace("EACH", "0").replace("LENGTH", "9")
+    output = ran(forks, tmp_path, text, code=2)
     assert "batches: they must be read in the thread that called rankup.init" in output
 
 

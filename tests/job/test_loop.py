@@ -49,14 +49,14 @@ def undisturbed(once: Once, forks: Forks, tmp_path: Path) -> str:
     return once("own-loop", lambda: said(by_hand(forks, tmp_path / "undisturbed")))
 
 
-@pytest.mark.parametrize("where", ["1:13", "0:8", "2:24"])
+@pytest.mark.parametrize(("where", "prefetch"), [("1:13", 0), ("0:8", 0), ("2:24", 0), ("2:9", 2)])
 def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
-    undisturbed: str, forks: Forks, tmp_path: Path, where: str
+    undisturbed: str, forks: Forks, tmp_path: Path, where: str, prefetch: int
 ) -> None:
     line = ("launch", f"--nproc={RANKS}", SCRIPT, tmp_path / "run")
     crash = where == "0:8"
     how = signal.SIGSEGV if crash else signal.SIGKILL
-    env = {"DIE": f"{where}:{int(how)}", "COMPILE": where[0] if where == "1:13" else ""}
+    env = {"DIE": f"{where}:{int(how)}", "COMPILE": where[0] if where == "1:13" else "", "PREFETCH": str(prefetch)}
     output = forks.ends(*line, cwds=[tmp_path], env=env)
     assert "no finished step was lost" in output
     assert ("Fatal Python error: Segmentation fault" in output) == crash  # faulthandler names the line of Python
@@ -72,11 +72,12 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
 
 
 def test_stopped_job_resumes_with_the_same_bits_under_torchrun(undisturbed: str, forks: Forks, tmp_path: Path) -> None:
-    output = by_hand(forks, tmp_path, code=143, die=f"0:5:{int(signal.SIGTERM)}")
+    output = by_hand(forks, tmp_path, code=143, die=f"0:5:{int(signal.SIGTERM)}", PREFETCH="2")
     assert "The same command goes on from it" in output
     line = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", SCRIPT, tmp_path / "run")
     again = forks.ends(*line, env=WARN, cwds=[tmp_path], preload=BE_SCRIPT)
     assert "resumed from step-" in again
+    assert "gives another batch" not in again  # what was fetched ahead does not count
     assert said(again) == undisturbed
 
 
