@@ -9,6 +9,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -164,20 +165,33 @@ class Group:
 
         Raises TypeError for a value that JSON can't hold.
         """
-        data = json.dumps(value).encode()
-        if self.world_size == 1:
-            return [json.loads(data)]
-        longest = self.max(len(data))  # all-gather needs parts of equal size
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)  # torch warns about read-only bytes
-        self.collective(lambda: dist.all_gather(parts, own, group=self.own))
-        return [json.loads(part.numpy().tobytes()) for part in parts]  # JSON ignores the spaces at the end
+        return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
     def gather_tensors(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank. Values and errors: as in `broadcast_tensors`. One value travels at a
-        time, because values may be large and of very different sizes."""
-        data = _packed(value)
-        return [_unpacked(self.broadcast_bytes(data, source=rank)) for rank in range(self.world_size)]
+        """Return every rank's `value`, by rank. Values and errors: as in `broadcast_tensors`."""
+        return [_unpacked(data) for data in self.gather_bytes(_packed(value))]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's `data`, by rank, in two exchanges however many ranks there are."""
+        if self.world_size == 1:
+            return [data]
+        lengths = torch.zeros(self.world_size, dtype=torch.int64)
+        lengths[self.rank] = len(data)
+        sizes: list[int] = self.sum(lengths).tolist()
+        # An all-gather needs parts of equal size. If the sizes differ much, padding would cost more than a sum of zeros
+        # and one rank's part, which moves each byte twice
+        even = self.world_size * max(sizes) <= 2 * sum(sizes)
+        begins = [0, *accumulate([max(sizes)] * self.world_size if even else sizes)]
+        whole = torch.zeros(begins[-1], dtype=torch.uint8)
+        parts = [whole[begin:end] for begin, end in pairwise(begins)]
+        if data:
+            parts[self.rank][: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if even:
+            self.collective(lambda: dist.all_gather(parts, parts[self.rank].clone(), group=self.own))
+        else:
+            self.sum(whole)
+        found = memoryview(whole.numpy())
+        return [bytes(found[begin : begin + size]) for begin, size in zip(begins, sizes, strict=False)]
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         """Return rank `source`'s `value` on all ranks, and ignore the others' values. The value travels as JSON: a

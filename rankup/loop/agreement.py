@@ -10,7 +10,7 @@ import json
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -88,11 +88,11 @@ def odd_ones(values: Sequence[int]) -> list[int]:
 
 def differing(found: Sequence[dict[str, int]]) -> list[int]:
     """Return the ranks that differ from the other ranks at their place. `found`: each rank's `digests_of`."""
-    odd = set[int]()
-    for place in set[str]().union(*found):
-        ranks = [rank for rank, digests in enumerate(found) if place in digests]
-        odd |= {ranks[n] for n in odd_ones([found[rank][place] for rank in ranks])}
-    return sorted(odd)
+    at_place = defaultdict[str, list[tuple[int, int]]](list)
+    for rank, digests in enumerate(found):
+        for place, digest in digests.items():
+            at_place[place].append((rank, digest))
+    return sorted({each[n][0] for each in at_place.values() for n in odd_ones([digest for _, digest in each])})
 
 
 class Agreement:

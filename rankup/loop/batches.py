@@ -13,9 +13,8 @@ import json
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
-from itertools import chain, count, cycle, islice, repeat
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from rankup.errors import UserError
 from rankup.loop.generators import CONTENT, Generators, parts_of
+from rankup.loop.order import InTensors, numbers_of, part_of, remaining
 from rankup.loop.trace import last_traced
 from rankup.loop.tracked import has_state
 from rankup.loop.workers import PassSeeds, Workers
@@ -38,15 +38,6 @@ ALIKE = (
 END = object()
 # User's loader -> the loader that reads for it in evaluations. It is kept if its workers are persistent
 _evaluating: "weakref.WeakKeyDictionary[Any, _RankLoader]" = weakref.WeakKeyDictionary()
-
-
-def part_of(batch: Sequence[Any], rank: int, world_size: int) -> tuple[list[Any], float]:
-    """Return this rank's part of a global batch, and its weight. Parts differ by one sample at most; lower ranks get
-    the larger parts. A rank without a sample gets the batch's first sample with the weight 0, because every rank must
-    take part in the backward pass."""
-    size, more = divmod(len(batch), world_size)
-    begin, count = rank * size + min(rank, more), size + (rank < more)
-    return [*batch[begin : begin + count]] or [batch[0]], count * world_size / len(batch)
 
 
 def splitting_sampler(loader: Any) -> Any:
@@ -179,7 +170,7 @@ class Split(Source):
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """Iterate over the global batches, each a list of sample indices."""
         self.begin_epoch(epoch)
-        drawn = self.orders.drawn_apart(self.loader.batch_sampler, seed)
+        drawn = self.orders.drawn_apart(InTensors.of(self.loader.batch_sampler), seed)
         first, kinds = next(drawn), [type(each) for each in _samplers(self.loader)]
         own = [kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.utils.data")]
         if own and not self._checked:
@@ -198,25 +189,9 @@ class Split(Source):
         """Iterate over this rank's parts of the batches, and append their weights to `weights` in the same order."""
         rank, world_size = self._share
         for batch in drawn:
-            part, weight = part_of(batch, rank, world_size) if world_size > 1 else (batch, 1.0)
+            part, weight = part_of(batch, rank, world_size) if world_size > 1 else (numbers_of(batch), 1.0)
             weights.append(weight)
             yield part
-
-
-def remaining(sampler: Any, loader: Any, done: int) -> BatchSampler:
-    """Return this rank's batches of the samples that no rank has had after `done` batches of all ranks together, in the
-    order of a DistributedSampler, which does not depend on the number of ranks. As there, `drop_last` drops the samples
-    that do not fill all ranks; otherwise the first samples of the epoch come again."""
-    size, whole, rank, ranks = loader.batch_size, copy(sampler), sampler.rank, sampler.num_replicas
-    whole.rank, whole.num_replicas, whole.num_samples = 0, 1, len(sampler.dataset)
-    whole.total_size = whole.num_samples
-    order = [*whole]
-    left = order[done * size :]
-    if sampler.drop_last:
-        left = left[: len(left) // ranks * ranks]
-    elif left:
-        left += islice(cycle(order), -len(left) % ranks)
-    return BatchSampler(left[rank::ranks], size, loader.drop_last)
 
 
 def source_of(
@@ -266,14 +241,14 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
             sampler = loader.batch_sampler
             if splitting_sampler(loader) is not None:  # it may repeat samples, so that all ranks get the same number
                 sampler = BatchSampler(range(len(loader.dataset)), loader.batch_size or 1, drop_last=False)
-            every = list(sampler)
+            every = list(InTensors.of(sampler))
             mine = every[rank::world_size]
             num_own = len(mine)
             padding = every[-1:] if pad and num_own < -(-len(every) // world_size) else []
             rank_loader = _evaluating.get(loader) or _RankLoader(loader)
             if loader.persistent_workers:
                 _evaluating[loader] = rank_loader
-            batches = rank_loader.read(iter([*mine, *padding]), seed)
+            batches = rank_loader.read(map(numbers_of, [*mine, *padding]), seed)
             rank, world_size = 0, 1  # this rank uses all batches that it reads
     for number in count():
         with own.kept():
@@ -377,5 +352,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _digest(batches: list[Any]) -> str:
+    if batches and isinstance(batches[0], torch.Tensor):
+        return hashlib.blake2b(torch.cat(batches).numpy().data, digest_size=8).hexdigest()
     text = json.dumps(batches, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

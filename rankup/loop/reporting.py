@@ -175,8 +175,10 @@ class Reporting:
         own = [number_of(f"job.step: {name}", value) for name, value in values.items()]  # waits for the device
         if not self._reports.load:
             self._reports.load = self.group.gather(weight)
-        own += [logged, logged**2]
-        *means, mean, of_squares = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
+        saver = self.run.saver
+        own += [logged, logged**2, saver.left()]
+        *means, mean, of_squares, left = self._reports.exchange(own, step=number, saving=saver.step is not None)
+        saver.agree(left)
         if of_squares != mean**2:  # on all ranks, if any two numbers differ
             self.check_logged(logged)
         named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}

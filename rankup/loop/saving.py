@@ -190,8 +190,7 @@ class Saving:
                 state = self.group.collective(lambda: gathered(state))
             state |= self.tracked.kinds()
             if self.loader_states:
-                every = self.group.gather_tensors(self.loader_states)
-                state[LOADERS] = {f"{rank} of {len(every)}": states for rank, states in enumerate(every)}
+                state[LOADERS] = self._all_loader_states()
             # Write gathered state at once: another copy in memory would double its size. It has no second copy
             may_continue = run.saver.sharded or not self.tracked.split
             self.group.on_rank0(self.reporting.metrics.flush)  # a resumed run does not repeat the saved steps
@@ -200,6 +199,18 @@ class Saving:
         if wait:
             run.settle()
         return wanted
+
+    def _all_loader_states(self) -> dict[str, Any]:
+        """Return the loaders' states of all ranks. They travel as a copy holds them, which is decoded in a tenth of the
+        time that torch.load takes."""
+        nodes, tensors = tree.encode({LOADERS: {self._place: self.loader_states}})
+        found, tensors_of = self.group.gather([nodes, bool(tensors)]), [tensors] * self.group.world_size
+        if any(some for _, some in found):
+            tensors_of = self.group.gather_tensors(tensors)
+        states = dict[str, Any]()
+        for (nodes, _), held in zip(found, tensors_of, strict=True):
+            states |= tree.decode(nodes, held.__getitem__)[LOADERS]
+        return states
 
     def save_part(self) -> None:
         """Copy this rank's part of the last commit to memory. All ranks call this."""

@@ -15,11 +15,10 @@ random variations of 8 %, no healthy rank was called slow in 20,000 windows of 2
 """
 
 import math
-import statistics
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -145,13 +144,20 @@ def gaps(seconds: torch.Tensor) -> list[float]:
     """Return how much each rank delays the others by both measures, as a share of their own time: 0.18 for 18 %.
     `seconds`: the seconds of each part of a step, float [ranks, parts]."""
     own, waits = seconds[:, :WAITING].sum(1).tolist(), seconds[:, WAITING].tolist()
-    pairs = zip(own, _others(own), waits, _others(waits), strict=True)
+    pairs = zip(own, medians_of_others(own), waits, medians_of_others(waits), strict=True)
     return [min(mine - theirs, their_wait - wait) / max(theirs, 1e-9) for mine, theirs, wait, their_wait in pairs]
 
 
-def _others(values: list[float]) -> list[float]:
+def medians_of_others(values: list[float]) -> list[float]:
     """Return for each value the median of all other values. With two ranks it is the other rank's value."""
-    return [statistics.median(values[:place] + values[place + 1 :]) for place in range(len(values))]
+    ranked, last = sorted(values), len(values) - 2  # `last`: the place of the last value among the others
+
+    def median_without(value: float) -> float:
+        place = bisect_left(ranked, value)
+        low, high = (ranked[middle + (middle >= place)] for middle in (last // 2, (last + 1) // 2))
+        return (low + high) / 2
+
+    return [median_without(value) for value in values]
 
 
 class RankReports:
@@ -179,10 +185,12 @@ class RankReports:
         group, own = self.group, self._clock.take()
         if group.world_size == 1:
             return [*values]
-        others = [[0.0] * len(PARTS) for _ in range(group.world_size)]
-        others[group.rank] = own
-        numbers = group.sum(torch.tensor([*values, *chain(*others)], dtype=torch.float64))
-        self._seconds += numbers[len(values) :].view_as(self._seconds)
+        numbers = torch.zeros(len(values) + self._seconds.numel(), dtype=torch.float64)
+        numbers[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        seconds = numbers[len(values) :].view_as(self._seconds)
+        seconds[group.rank] = torch.tensor(own, dtype=torch.float64)
+        group.sum(numbers)
+        self._seconds += seconds
         self._saved |= saving
         now_s = time.monotonic()
         if group.is_rank0 and now_s - self._began_s >= WINDOW_S:
@@ -204,15 +212,19 @@ class RankReports:
         rows = zip(*(found for *_, found in self._windows), strict=True)
         slow = {rank for rank, row in enumerate(rows) if len(row) == ROW and min(row) >= LEAST}
         new, self._called = sorted(slow - self._called), self._called | slow
-        return [f"rank {rank} ({self.group.hosts[rank]}) {self._how_slow(rank)}" for rank in new]
-
-    def _how_slow(self, rank: int) -> str:
-        """Describe the slowdown, and the part of a step in which the rank loses most compared with the median."""
+        if not new:
+            return []
         usual = torch.stack([seconds for _, seconds, _ in self._windows]).median(0).values
+        share = gaps(usual)
+        return [f"rank {rank} ({self.group.hosts[rank]}) {self._how_slow(rank, usual, share[rank])}" for rank in new]
+
+    def _how_slow(self, rank: int, usual: torch.Tensor, share: float) -> str:
+        """Describe the slowdown, and the part of a step in which the rank loses most compared with the median. `usual`:
+        the seconds of a usual window, as in `gaps`. `share`: this rank's gap in it."""
         median = usual.median(0).values
         part = int((usual[rank] - median)[:WAITING].argmax())
         others = "the median" if self.group.world_size > 2 else "the other"
         return (
-            f"is {100 * gaps(usual)[rank]:.0f} % slower than {others}, since step {self._windows[0][0]}: {PARTS[part]} "
+            f"is {100 * share:.0f} % slower than {others}, since step {self._windows[0][0]}: {PARTS[part]} "
             f"takes {1000 * usual[rank, part]:.3g} ms of a step, median {1000 * median[part]:.3g}"
         )

@@ -60,21 +60,25 @@ def in_order(
     """Yield the copies in the order in which to try them, each with its lineage: copies on the newest lineage, then
     rank 0's other copies, then copies on older lineages, each newest first. `known`: rank 0's lineage. `wanted`:
     whether to resume a run. Raises UserError if rank 0 has no copy and the other ranks know several runs."""
-    left = sorted(distinct(candidates, len(group.hosts)), key=lambda one: (-one.step, one.kind, one.rank))
-    lines = [(one, Lineage(**one.lineage)) for one in left if one.lineage is not None]
-    lines = [(one, line) for one, line in lines if (line.run == known.run if known else wanted(line))]
+    ordered = sorted(distinct(candidates, len(group.hosts)), key=lambda one: (-one.step, one.kind, one.rank))
+    left = dict(enumerate(ordered))
+    newest = dict[str, tuple[Candidate, Lineage]]()  # on each line: a thousand nodes hold copies on the same few lines
+    for one in ordered:
+        if one.lineage is not None and (text := str(one.lineage)) not in newest:
+            newest[text] = one, Lineage(**one.lineage)
+    lines = [(one, line) for one, line in newest.values() if (line.run == known.run if known else wanted(line))]
 
     def on(line: Lineage) -> Iterator[tuple[Lineage | None, Candidate]]:
-        for one in [*left]:
+        for number, one in [*left.items()]:
             if not one.attempt or (one.run == line.run and line.has(one.step, one.attempt)):
-                left.remove(one)
+                del left[number]
                 yield line, one
 
     by_number = sorted((line for _, line in lines), key=lambda line: -line.number)
     if known is not None:
         for line in [*(line for line in by_number if line.number > known.number), known]:
             yield from on(line)
-    yield from ((None, one) for one in [*left] if one.kind < PEER)
+    yield from ((None, one) for one in [*left.values()] if one.kind < PEER)
     first = {line.run: one for one, line in reversed(lines)}
     if len(first) > 1:
         named = " and ".join(f"{one.where} on {group.hosts[one.rank]} (rank {one.rank})" for one in first.values())

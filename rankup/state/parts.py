@@ -8,9 +8,11 @@ Before the next parts all ranks agree that the last parts are whole. Each rank k
 moment all ranks have whole parts of one step.
 """
 
+import hashlib
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +118,7 @@ class Parts:
     def _find_room(self, known: list[Any]) -> str:
         """Find folders for the parts that this rank holds. All ranks call this. Return why there is no room, or ""."""
         group = self.group
-        peers = [peer_of(rank, known) for rank in range(group.world_size)]
+        peers = peers_of(known)
         if self._link is None and any(peer is not None for peer in peers):
             self._link = dist.new_group(backend="gloo", group_desc=MESSAGES)
         self._peer = peers[group.rank]
@@ -165,18 +167,23 @@ def _part_id(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
     """Return an id that is equal for two ranks if they hold the same part."""
     places = sorted({str(mesh_position(tensor)) for tensor in tensors.values() if hasattr(tensor, "to_local")})
     # The keys count too: only a rank's own part holds the state of its loader
-    return json.dumps([places, [sorted(node) for node in nodes.values() if isinstance(node, dict)]])
+    text = json.dumps([places, [sorted(node) for node in nodes.values() if isinstance(node, dict)]])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()  # the names of a large model take kilobytes
 
 
-def peer_of(rank: int, known: list[Any]) -> int | None:
-    """Return the rank on the next node that must hold this rank's part too, or None. `known`: see `Parts`."""
-    own, which, _ = known[rank]
-    nodes = list(dict.fromkeys(node for node, _, _ in known))
-    if len(nodes) == 1 or any(other == which and node != own for node, other, _ in known):
-        return None
-    on = {node: [number for number, (each, _, _) in enumerate(known) if each == node] for node in nodes}
-    there = on[nodes[(nodes.index(own) + 1) % len(nodes)]]
-    return int(there[on[own].index(rank) % len(there)])
+def peers_of(known: Sequence[Any]) -> list[int | None]:
+    """Return for each rank the rank on the next node that must hold its part too, or None if another node has that part
+    anyway. `known`: see `Parts`. Called on every rank, so the work grows with the number of ranks, not its square."""
+    on, holding = defaultdict[str, list[int]](list), defaultdict[str, set[str]](set)
+    for rank, (node, which, _) in enumerate(known):
+        on[node].append(rank)
+        holding[which].add(node)
+    peers: list[int | None] = [None] * len(known)
+    for own, there in zip(on.values(), [*on.values()][1:] + [*on.values()][:1], strict=True):
+        for place, rank in enumerate(own):
+            if len(on) > 1 and len(holding[known[rank][1]]) == 1:
+                peers[rank] = there[place % len(there)]
+    return peers
 
 
 def _folder_of(run: str, rank: int) -> str:

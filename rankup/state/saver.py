@@ -115,6 +115,8 @@ class Saver:
         self._copies = HostCopies(group.device)
         self._beside = False if options.save == "sync" else None  # save in the background? None: not decided yet
         self.writing, self._count = BackgroundTask("save", options.save_timeout_s), 0
+        self._agreed = False  # whether all ranks know that the save has ended
+        self._said = 0  # the number of the newest save of which `saved` knows
         # For a sharded copy: what this rank has written, and the function that publishes the files of all ranks
         self._staging: Path | None = None  # on rank 0
         self._part: dict[str, Fingerprint] = {}
@@ -125,7 +127,7 @@ class Saver:
         wait: bool = False,
     ) -> None:
         """Write a copy, if possible in the background, after the save before has ended. All ranks call this at the same
-        step, and then call `look` at each step.
+        step, then `look` at each step, and `agree` at a step in which they exchange values anyway.
 
         `record`: returns the content of `state.json`; called on the ranks that write it. `tracked`: the whole state on
         rank 0, or each rank's part if copies are sharded. `may_continue`: whether the training may continue during the
@@ -148,7 +150,8 @@ class Saver:
             self._conclude()
 
     def look(self, *, wait: bool = False) -> None:
-        """Conclude the background save if it has ended; with `wait`, wait for it. All ranks call this at the same step.
+        """Conclude the background save if the ranks know that it has ended; with `wait`, wait for it. All ranks call
+        this at the same step. Rank 0 knows by itself when a plain copy is whole, and needs not wait for the others.
 
         Raises as `save` does.
         """
@@ -156,9 +159,21 @@ class Saver:
             return
         if wait:
             self.group.watch.enter("save", self.timeout_s, step=self.step)
-        in_time = self.writing.under_way and self.writing.left_s > 0
-        if wait or self.group.max(2 if self.writing.failure is not None else int(in_time)) != 1:
+        if wait or self._agreed or (self.group.world_size == 1 and self.left() <= 0):
             self._conclude()
+        elif self.group.is_rank0 and not self.sharded and self.left() == 0:
+            self._say_saved(self.step)
+
+    def left(self) -> float:
+        """Return this rank's part of a sum over all ranks, by which they know whether to conclude a save: above 0 while
+        a rank writes. A step has no exchange of its own for that."""
+        if self.writing.failure is not None:
+            return -1e9  # a failure ends the save on all ranks, although others still write
+        return float(self.writing.under_way and self.writing.left_s > 0)
+
+    def agree(self, left: float) -> None:
+        """Take the sum, or the mean, of all ranks' `left` at this step."""
+        self._agreed = self.step is not None and left <= 0
 
     def wait(self) -> None:
         """Wait until the copy is published or its deadline has passed, because this process is about to end. Any thread
@@ -233,8 +248,14 @@ class Saver:
         if join_parts is not None:
             written = {name: entry for *_, part in found for name, entry in part.items()}
             self.group.on_rank0(lambda: join_parts(written))
-        step, self.step = self.step, None
-        self.saved(step)
+        step, self.step, self._agreed = self.step, None, False
+        self._say_saved(step)
+
+    def _say_saved(self, step: int) -> None:
+        """Call `saved`, once for each copy."""
+        if self._said != self._count:
+            self._said = self._count
+            self.saved(step)
 
 
 class SecondCopies(BackgroundTask):

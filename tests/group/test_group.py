@@ -38,6 +38,9 @@ def check(group: Group) -> None:
         {"rank": each, "values": ROWS[: each + 1]} for each in ranks
     ]
     assert group.gather((rank, "x" * rank)) == [[each, "x" * each] for each in ranks]
+    for sizes in ([0] * len(ranks), [7 * each for each in ranks], [9, *[0] * last], [1000, *[1] * last]):
+        data = [bytes([each + 1]) * size for each, size in enumerate(sizes)]  # also sizes that no all-gather would pad
+        assert group.gather_bytes(data[rank]) == data
     for source in ranks:
         assert group.broadcast(ROWS if rank == source else {"not": "looked at"}, source=source) == ROWS
         data = bytes(range(256)) * 1000 * source  # rank 0 sends nothing
@@ -82,6 +85,7 @@ def test_data_received_instead_of_tensors_is_not_executed(tmp_path: Path, monkey
     sent = write(Evil(tmp_path / "ran"))
     group = group_of(0, 1)
     monkeypatch.setattr(group, "broadcast_bytes", lambda data, source=0: sent)
+    monkeypatch.setattr(group, "gather_bytes", lambda data: [sent])
     for receive in (group.broadcast_tensors, group.gather_tensors):
         with pytest.raises(pickle.UnpicklingError, match=r"mkdir|Weights only load failed"):
             receive(None)

@@ -13,8 +13,9 @@ from torch.utils import data
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from rankup.errors import UserError
-from rankup.loop.batches import evaluation_batches, part_of, source_of
+from rankup.loop.batches import evaluation_batches, source_of
 from rankup.loop.generators import AHEAD
+from rankup.loop.order import part_of
 from rankup.loop.trace import Trace, digest_of, last_traced
 
 

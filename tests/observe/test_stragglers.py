@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn import functional
 
-from rankup.loop.batches import part_of
+from rankup.loop.order import part_of
 from rankup.observe import stragglers
 from rankup.observe.stragglers import COMPUTE, ROW, WAITING, RankReports, StepClock
 from tests.rigs.fork_server import Forks

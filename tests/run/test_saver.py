@@ -127,7 +127,7 @@ def test_step_that_is_saved_again_is_written_to_another_staging_folder(
         return create(staging)
 
     monkeypatch.setattr(copies, "create_staging", noted)
-    group: Any = SimpleNamespace(rank=0, is_rank0=True, device=torch.device("cpu"), max=int,
+    group: Any = SimpleNamespace(rank=0, is_rank0=True, world_size=1, device=torch.device("cpu"), max=int,
                                  gather=lambda value: [value], on_rank0=lambda call: call(),
                                  watch=SimpleNamespace(enter=lambda *_, **__: None), log=SimpleNamespace(info=print))
     saver = Saver(
@@ -285,3 +285,39 @@ def test_survivor_without_a_rescue_finishes_the_running_save(forks: Forks, tmp_p
         assert job.wait() == [171, -9], job.output
     output = forks.ends(*line, world_size=2)
     assert "resumed from step-00000008" in output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_during_a_save_have_no_exchange_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    write, done, exchanges, saved = copies.save, threading.Event(), list[Any](), list[int]()
+
+    def held(*values: Any, **more: Any) -> Any:
+        done.wait()
+        return write(*values, **more)
+
+    def exchange(value: Any) -> Any:
+        exchanges.append(value)
+        return 1 if isinstance(value, int) else [value] * 3  # rank 0 is writing
+
+    monkeypatch.setattr(copies, "save", held)
+    group: Any = SimpleNamespace(rank=rank, is_rank0=rank == 0, world_size=3, device=torch.device("cpu"), max=exchange,
+                                 gather=exchange, watch=SimpleNamespace(enter=lambda *_, **__: None))
+    options = Options(sharded=False)
+    saver = Saver(group, tmp_path, options, token="it", check_owner=lambda: None, saved=saved.append, second=None)
+    saver.save(8, lambda: b'{"step": 8}', {"count": {"n": 1}})
+    exchanges.clear()
+    for _ in range(5):
+        saver.look()
+    assert saver.left() == (rank == 0)
+    saver.agree(1)
+    saver.look()
+    assert (exchanges, saved, saver.step) == ([], [], 8)
+    done.set()
+    saver.writing.join()
+    saver.look()
+    assert (exchanges, saved) == ([], [8] if rank == 0 else [])
+    saver.agree(0)
+    saver.look()
+    assert (len(exchanges), saved, saver.step) == (1, [8], None)

@@ -20,7 +20,7 @@ from rankup.state import parts as state_parts
 from rankup.state.choice import Candidate, distinct, held_by
 from rankup.state.copies import Damaged, list_copies, to_json
 from rankup.state.memory import node_id
-from rankup.state.parts import Parts, load, peer_of
+from rankup.state.parts import Parts, load, peers_of
 from rankup.state.reading import Copy, CopyFiles
 from rankup.state.saver import HostCopies, Options
 from tests.rigs.checkpoints import damage, training_state
@@ -285,8 +285,8 @@ def test_step_does_not_wait_for_the_devices_copy_of_a_part(memory: Path, monkeyp
 
 def test_second_part_is_on_the_next_node_unless_another_node_holds_the_same() -> None:
     split = [(f"node{rank // 2}", f"part {rank}", 1) for rank in range(6)]
-    assert [peer_of(rank, split) for rank in range(6)] == [2, 3, 4, 5, 0, 1]
-    assert [peer_of(rank, split[:5]) for rank in range(5)] == [2, 3, 4, 4, 0]
-    assert [peer_of(rank, split[:2]) for rank in range(2)] == [None, None]
+    assert peers_of(split) == [2, 3, 4, 5, 0, 1]
+    assert peers_of(split[:5]) == [2, 3, 4, 4, 0]
+    assert peers_of(split[:2]) == [None, None]
     hybrid = [(f"node{rank // 2}", f"part {rank % 2}", 1) for rank in range(4)]
-    assert [peer_of(rank, hybrid) for rank in range(4)] == [None] * 4
+    assert peers_of(hybrid) == [None] * 4
