@@ -40,6 +40,7 @@ audit: ; @PYTHON=$(PYTHON) docker/host/audit.sh ## Look for known vulnerabilitie
 test: lint types unit ## Run lint, types and all tests but those in containers, which CI also runs
 check: lint types ## Run lint, types and the tests that start no process: under two minutes
 	$(RUN)python -m pytest --pure --ignore tests/launchers --ignore tests/promises --ignore tests/commands $(ARGS)
+site: $(TESTED) ; @VENV=$(VENV) site/site.sh $(ARGS) ## Build the site from the pages (ARGS=serve shows it)
 lint: $(TESTED) ; $(RUN)ruff check . ## Run ruff: mistakes and import order
 types: $(TESTED) ; $(RUN)mypy ## Run mypy, strict on rankup/ and train/
 unit: $(TESTED) ## Run pytest in four processes (PROCESSES=2), or in one if ARGS selects tests
@@ -74,4 +75,4 @@ $(VENV)/.ready-for-tests: $(VENV)/.ready docker/requirements-test.lock tests/rig
 	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 
-.PHONY: check sbom audit venv-tests doctor k8s-kind k8s-minikube k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak race lock clean
+.PHONY: check site sbom audit venv-tests doctor k8s-kind k8s-minikube k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak race lock clean

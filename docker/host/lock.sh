@@ -26,8 +26,9 @@ pin "$scratch/all"
 : > "$scratch/runtime"
 for extra in "" s3 gcs azure hf test; do
   "${compile[@]}" pyproject.toml --extra train ${extra:+--extra "$extra"} --constraint "$scratch/pinned" > "$scratch/all"
-  # Each list is complete together with requirements.lock, which is always installed. All lists have the same versions
-  awk 'FILENAME == ARGV[1] {known[$1]; next} /^[a-z]/ {new = !($1 in known)} new' "$scratch/runtime" "$scratch/all" |
+  # Each list is complete together with requirements.lock, which is always installed. All lists have the same versions.
+  # Compare whole lines: an extra may need on all machines what the others need only on Windows
+  awk 'FILENAME == ARGV[1] {known[$0]; next} /^[a-z]/ {new = !($0 in known)} new' "$scratch/runtime" "$scratch/all" |
     write "docker/requirements${extra:+-$extra}.lock"
   if [[ -z $extra ]]; then cp "$scratch/all" "$scratch/runtime"; fi
 done
