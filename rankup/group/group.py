@@ -20,7 +20,7 @@ from rankup.agent.ends import is_peer_loss
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, UserError, exit_code, reason
 from rankup.group.watchdog import Watchdog
-from rankup.timing import STOP_S, UNEVEN_S
+from rankup.timing import PAUSE_S, STOP_S, UNEVEN_S
 
 T = TypeVar("T")
 MESSAGES = "rankup/messages"  # describes a process group that sends messages from one rank to another
@@ -51,6 +51,7 @@ class Group:
         self.store: Any = None
         self.own: Any = None  # the process group of the collectives below, None for torch's default group
         self._begun: dict[str, int] = {}  # what `begun` had counted when the first step began
+        self._calls = 0  # of `gather_apart`
 
     @property
     def is_rank0(self) -> bool:
@@ -118,7 +119,7 @@ class Group:
 
         gloo also counts messages between two ranks, which differ between ranks. rankup sends such messages before the
         first step, or in a group that is left out here."""
-        found: dict[str, int] = {}
+        found = {"calls": self._calls}
         if dist.is_initialized():
             for group in [*dist.distributed_c10d._world.pg_map]:
                 for device in group._device_types if group.group_desc != MESSAGES else ():
@@ -166,6 +167,46 @@ class Group:
         Raises TypeError for a value that JSON can't hold.
         """
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_apart(self, value: Any, *, call: str, remedy: str) -> list[Any]:
+        """As `gather`, for a call in the user's program that some ranks may leave out. The values travel through
+        torch's store, because a collective would meet another collective of those ranks. If some ranks wait in another
+        call, this raises UserError: `call` must be on all ranks, and `remedy`."""
+        if self.world_size == 1:
+            return [json.loads(json.dumps(value))]
+        self._calls += 1
+        key, before = f"rankup/{self._calls}", f"rankup/{self._calls - 1}"
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        number = self.store.add(key, 1)
+        if number == self.world_size:
+            parts = [f"{key}/{rank}" for rank in range(self.world_size)]
+            self.store.set(f"{key}/all", b"[" + b",".join(self.store.multi_get(parts)) + b"]")
+            for old in (*parts, before, f"{before}/all"):  # all ranks have read the values of the call before
+                self.store.delete_key(old)
+        pause_s, look_s, stuck = STOP_S, time.monotonic() + UNEVEN_S, ""
+        self.record.waiting = True
+        while not self.store.check([f"{key}/all"]):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S)
+            if number == 1 and time.monotonic() > look_s:  # the first rank asks for all that wait here
+                earlier, stuck = stuck, self._left_out()
+                if stuck and stuck == earlier:
+                    raise UserError(
+                        f"{call} on all ranks, got a call on rank {self.rank} ({self.hosts[self.rank]}) while {stuck}. "
+                        f"{remedy}"
+                    )
+                look_s = time.monotonic() + UNEVEN_S
+        self.record.waiting = False
+        found: list[Any] = json.loads(self.store.get(f"{key}/all"))
+        return found
+
+    def _left_out(self) -> str:
+        """Return which rank waits elsewhere while this rank is in `gather_apart`, "" if any rank may still come."""
+        rows = self.watch.heartbeats()
+        if any(not row["waiting"] or row["ago_s"] > UNEVEN_S for row in rows):
+            return ""
+        away = [row for row in rows if row["begun"].get("calls", 0) < self._calls]
+        return next((f"rank {row['rank']} ({row['host']}) waits at {row['location']}" for row in away), "")
 
     def gather_tensors(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank. Values and errors: as in `broadcast_tensors`."""

@@ -230,7 +230,7 @@ KNOWN = {
     "torch/cuda/__init__.py": "",  # synchronize
 }
 # Skip these files when naming a location: readers want to know which code called them
-HELPERS = ("/rankup/group/", "/rankup/loop/", "/parallel/shared_gradients.py")
+HELPERS = ("/rankup/group/", "/rankup/loop/", "/rankup/state/", "/parallel/shared_gradients.py")
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
 
 

@@ -14,11 +14,11 @@ from rankup.loop import trained
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import evaluation_batches, source_of
 from rankup.loop.passes import Batches, at_stop_iteration
-from rankup.loop.reporting import LoopState, Reporting, Settings, number_of
+from rankup.loop.reporting import LoopState, Reporting, Settings
 from rankup.loop.saving import Saving
 from rankup.loop.step import Step
 from rankup.loop.tracked import Tracked
-from rankup.observe.metrics import Position, evaluation
+from rankup.observe.metrics import Position, entry
 from rankup.observe.stragglers import WAITING
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
@@ -148,7 +148,6 @@ class Job:
         if self._step.inside:  # changes inside the block belong to no finished step yet
             raise UserError("save: it must be called outside job.step and job.change, got a call inside. Move it out.")
         self.begin()
-        self.reporting.check_logged(self.loop.logged)
         if self.saving.save(wait=wait):
             self.enter_step()
 
@@ -346,21 +345,23 @@ class Job:
         yield
         self.enter_step()
 
-    def log(self, **values: Any) -> None:
-        """Write the results of an evaluation at this step as `eval/<name>` to `metrics.jsonl` and TensorBoard.
+    def log(self, *, prefix: Any = "eval", **values: Any) -> dict[str, float]:
+        """Reduce the results of an evaluation over all ranks, write them as `<prefix>/<name>` to `metrics.jsonl` and
+        TensorBoard, and return them by name. All ranks call this at the same step.
 
-        `values`: numbers or scalar tensors. All ranks call this, and only rank 0's values are written. If some ranks
-        did not call this, all ranks raise UserError at the next save, or at the next step that `job.step` logs. Raises
-        UserError if the disk is full.
+        `values`: a number or scalar tensor is averaged over the ranks. Of a pair `(sum, count)` the sums and the counts
+        are added up, and the result is their quotient, so that each sample weighs the same: `accuracy=(right, seen)`.
+        It is NaN if all counts are 0. Raises UserError if other ranks go on without this call, if they log other names
+        or at another step, for a value that is no number, or if the disk is full.
         """
         self.begin()
-        self.loop.logged += 1
-        position = self.position
+        reduced, position = self.reporting.reduced(values, prefix=prefix), self.position
+        named = {f"{prefix}/{name}": value for name, value in reduced.items()}
         earlier = (position.metrics or {}) if position.evaluated == position.step else {}
-        own = {name: number_of(f"job.log: {name}", value) for name, value in values.items()}
         with contextlib.nullcontext() if self._step.inside else self.commit_lock:
-            position.metrics, position.evaluated = earlier | own, position.step
-        self.reporting.metrics.write(evaluation(position.step, own))
+            position.metrics, position.evaluated = earlier | named, position.step
+        self.reporting.metrics.write(entry(position.step, named))
+        return reduced
 
     def gather(self, value: Any) -> list[Any]:
         """Return the list of every rank's `value`, by rank. All ranks call this. A value consists of numbers, strings,

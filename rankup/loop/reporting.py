@@ -1,7 +1,9 @@
 """The position of the loop, the format of `state.json`, and what a run reports: metrics, speed, slow ranks, result."""
 
 import json
+import math
 import platform
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from rankup.state.saver import Options
 # Raise FORMAT if you add, remove or redefine a field, or change how random numbers are drawn. Copies hold no generator
 # state: each step, epoch and sample derives its own seed. rankup refuses a copy of another format, because the resumed
 # run would silently get other weights.
-FORMAT = 11
+FORMAT = 12
 OVER = -1  # the number of batches of a pass that has ended; its loader's state is the one for the next pass
 
 
@@ -35,7 +37,7 @@ class LoopState:
     passes that this attempt has begun, by number. `left`: for the copy's other passes, the loaders' states in the copy.
     `running`: the loops over batches or steps that have not ended. `fetched`: batches since the last commit. `weight`:
     `job.weight`. `batch_weight`: the weight of the newest batch of `job.batches`, for `weight` after an evaluation.
-    `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds. `logged`: calls of `job.log`.
+    `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds.
     `left_after`: how many batches of its newest pass the loop took before it left that pass by `break`, or 0; None once
     that was said. `may_hold`: the `Batches` of the newest pass if code may hold batches of it, see `Step`.
     """
@@ -49,7 +51,7 @@ class LoopState:
         self.left = {n: states[n] if n < len(states) else None for n in range(len(self.streams))}
         self.running: list[Any] = []
         self.fetched, self.weight, self.batch_weight, self.weight_asked = 0, 1.0, 1.0, False
-        self.changes_to_repeat, self.logged = position.changes, 0
+        self.changes_to_repeat = position.changes
         self.left_after: int | None = 0
         self.may_hold: Any = None
 
@@ -166,32 +168,43 @@ class Reporting:
             self._tracker.end("finished" if kind is None else "stopped" if stopped else "failed")
         self.metrics.close()  # TensorBoard's writer keeps up to two minutes of values in memory
 
-    def line(self, number: int, values: dict[str, Any], *, weight: float, logged: int) -> dict[str, Any]:
+    def line(self, number: int, values: dict[str, Any], *, weight: float) -> dict[str, Any]:
         """Return the training line of step `number` on all ranks. All ranks call this.
 
         It is made before the step is finished, so that an attempt that resumes from any rank's state can write it.
-        `values`: see `Job.step`. `weight`: `Job.weight`. `logged`: this rank's calls of `job.log`.
+        `values`: see `Job.step`. `weight`: `Job.weight`.
         """
         own = [number_of(f"job.step: {name}", value) for name, value in values.items()]  # waits for the device
         if not self._reports.load:
             self._reports.load = self.group.gather(weight)
         saver = self.run.saver
-        own += [logged, logged**2, saver.left()]
-        *means, mean, of_squares, left = self._reports.exchange(own, step=number, saving=saver.step is not None)
+        *means, left = self._reports.exchange([*own, saver.left()], step=number, saving=saver.step is not None)
         saver.agree(left)
-        if of_squares != mean**2:  # on all ranks, if any two numbers differ
-            self.check_logged(logged)
         named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
         per_s = speed(self.group, self.progress, number)
         return entry(number, {**named, f"train/{self.progress.unit}_per_s": per_s})
 
-    def check_logged(self, logged: int) -> None:
-        """Raise UserError on every rank if some ranks have called `job.log` more often than others. Each copy holds the
-        newest evaluation. `logged`: this rank's number of calls."""
-        if self.group.world_size > 1:
-            self.group.must_match("log: the number of calls of job.log", str(logged), remedy=(
-                "Call it on all ranks, also if only rank 0 has the values: rank 0 alone writes them."
-            ))
+    def reduced(self, values: dict[str, Any], *, prefix: str) -> dict[str, float]:
+        """Return `values` reduced over all ranks, see `Job.log`. All ranks call this."""
+        position, group = self._position, self.group
+        if not re.fullmatch(r"[A-Za-z]\w*", prefix) or prefix in ("train", "job"):
+            raise UserError(
+                f'log: prefix must be a word other than "train" and "job", got "{prefix}". Name the set, such as test.'
+            )
+        own = {name: terms_of(f"job.log: {name}", value) for name, value in values.items()}
+        found = group.gather_apart(
+            [position.step, prefix, own], call="log: job.log must be called", remedy="Call it on all ranks, not below "
+            "`if job.is_main`: it averages numbers, and sums pairs (right, seen).",
+        )
+        calls = [[step, prefix, *((name, len(each)) for name, each in terms.items())] for step, prefix, terms in found]
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                raise UserError(
+                    f"log: the step, the prefix and the names must be the same on all ranks, got {calls[0][:2]} "
+                    f"{[*found[0][2]]} on rank 0 and {call[:2]} {[*found[rank][2]]} on rank {rank}. Log equal names, "
+                    "each as a number or as a pair.", printed_elsewhere=not group.is_rank0,
+                )
+        return {name: mean_of([terms[name] for _, _, terms in found]) for name in own}
 
     def result(self, **values: Any) -> dict[str, Any]:
         """Write `result.json` of a finished run, with the usual fields and `values`, and return all of it. Rank 0 only.
@@ -199,7 +212,8 @@ class Reporting:
         group, run, position = self.group, self.run, self._position
         assert self._reporter is not None
         result = {
-            "attempt": group.attempt, "run": run.owner.where, "step": position.step, "metrics": position.metrics or {},
+            "attempt": group.attempt, "run": run.owner.where, "step": position.step,
+            "metrics": {name.removeprefix("eval/"): value for name, value in (position.metrics or {}).items()},
             f"{self.progress.unit}_per_s": round(speed(group, self.progress, position.step), 1),
             "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": VERSIONS,
             "goodput": self._reporter.goodput(), **values,
@@ -212,6 +226,21 @@ class Reporting:
         """Write a file of the run. Rank 0 only. Raises what `result` raises."""
         with disk_errors(name, self.group.run_dir, check := self.run.owner.check):
             write_atomically(self.group.run_dir / name, content, check=check)
+
+
+def terms_of(where: str, value: Any) -> list[float]:
+    """Return a number as a list of one float, and a pair (sum, count) as a list of two. Raises UserError."""
+    pair = isinstance(value, tuple) and len(value) == 2
+    return [number_of(where, each) for each in (value if pair else (value,))]
+
+
+def mean_of(terms: list[list[float]]) -> float:
+    """Return the mean over the ranks of what `terms_of` returned. NaN if the sum of the counts is 0."""
+    if len(terms[0]) == 2:
+        total, count = (sum(each) for each in zip(*terms, strict=True))
+        return total / count if count else math.nan
+    numbers = [number for number, in terms]
+    return numbers[0] if len({*numbers}) == 1 else sum(numbers) / len(numbers)  # equal numbers keep their bits
 
 
 def number_of(where: str, value: Any) -> float:

@@ -36,7 +36,7 @@ class Step:
             job.group.collective(tracked.share_buffers)
         line, number, every = None, step + 1, job.settings.log_every_steps
         if number % (every if number >= every else EARLY_LOG_EVERY) == 0 or number == job.progress.total:
-            line = job.reporting.line(number, values, weight=self._loop.weight, logged=self._loop.logged)
+            line = job.reporting.line(number, values, weight=self._loop.weight)
         if tracked.shared or line is not None:
             self._clock.mark(WAITING)
         self._line, self.inside = line, True

@@ -171,7 +171,7 @@ class Reporter:
         # The watchdog's clock started later than the process: count the time of its imports too
         seconds["start"] += max(0.0, now - self._began - sum(seconds.values()))
         metrics = {name: value for name, value in (position.line or {}).items() if name.startswith("train/")}
-        metrics |= {f"eval/{name}": value for name, value in (position.metrics or {}).items()}
+        metrics |= position.metrics or {}
         return Report(
             run=self.run, attempt=self.group.attempt, began=self._began, time=now,
             first_step=progress.first_step, step=step, total_steps=progress.total, finished=self._finished,

@@ -19,7 +19,7 @@ class Position:
 
     step: int = 0  # how many steps are finished
     evaluated: int = 0  # the step of the last complete evaluation
-    metrics: dict[str, float] | None = None  # the result of that evaluation
+    metrics: dict[str, float] | None = None  # its results, by names such as eval/accuracy
     line: dict[str, Any] | None = None  # the last training line in `metrics.jsonl`
     epoch: int = 0
     # Batches of each pass over a loader in this epoch; -1: it ended. Of all ranks, if the loader splits them by itself
@@ -118,19 +118,16 @@ def entry(step: int, values: dict[str, float]) -> dict[str, Any]:
     return {"step": step, "time": round(time.time(), 3), **safe}
 
 
-def evaluation(step: int, metrics: dict[str, float]) -> dict[str, Any]:
-    return entry(step, {f"eval/{name}": value for name, value in metrics.items()})
-
-
 def is_evaluation(entry: dict[str, Any]) -> bool:
-    return any(name.startswith("eval/") for name in entry)
+    """Return whether `job.log` wrote the line. Its names begin with any other word."""
+    return any("/" in name and name.split("/")[0] not in ("train", "job") for name in entry)
 
 
 def newest_entries(progress: Position) -> list[dict[str, Any]]:
     """Return the last lines of training and of evaluation. A killed rank 0 may not have written them."""
     entries = [progress.line] if progress.line is not None else []
     if progress.metrics is not None:
-        entries.append(evaluation(progress.evaluated, progress.metrics))
+        entries.append(entry(progress.evaluated, progress.metrics))
     return entries
 
 

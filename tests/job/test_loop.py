@@ -379,24 +379,6 @@ def test_save_inside_a_step_or_change_is_refused_and_log_is_not(forks: Forks, tm
     assert "save: it must be called outside job.step and job.change" in ran(forks, tmp_path, text, code=2)
 
 
-@pytest.mark.parametrize(("when", "code"), [("last", 2), ("step", 2), ("epoch", 2), ("all", 0)])
-def test_evaluation_that_one_rank_alone_logs_is_refused(forks: Forks, tmp_path: Path, when: str, code: int) -> None:
-    """Otherwise rank 0 alone would save it, and wait in that save."""
-    text = (
-        f"import rankup\nwhen, job, count = '{when}', rankup.init('run', log_every_steps=4), {{'n': 0}}\n"
-        "job.track(count=count)\ndef log(now):\n    if when == 'all' or now == when and job.is_main:\n"
-        "        job.log(accuracy=0.5)\nfor epoch in job.epochs(2):\n    for x in job.batches([1] * 10):\n"
-        "        with job.step(loss=x):\n            count['n'] += 1\n        if job.step_number == 11:\n"
-        "            log('step')\n        print('step', job.step_number)\n    if not epoch:\n        log('epoch')\n"
-        "log('last')\njob.finish()\n"
-    )
-    output = ran(forks, tmp_path, text, ranks=3, code=code)
-    assert output.count("calls of job.log must be the same on all ranks, got 1 on rank 0") == bool(code), output
-    steps = {"last": 20, "step": 11, "epoch": 10, "all": 20}[when]
-    assert f"step {steps + 1}\n" not in output
-    assert len([line for line in metrics(tmp_path / "run") if "eval/accuracy" in line]) == (3 if when == "all" else 1)
-
-
 def test_several_steps_for_one_batch_are_reported(forks: Forks, tmp_path: Path) -> None:
     """A resume between these steps continues with the next batch."""
     text = (

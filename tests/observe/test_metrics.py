@@ -180,7 +180,8 @@ def test_line_before_the_checkpoint_is_not_written_again(tmp_path: Path, kind: s
     (tmp_path / "metrics.jsonl").write_text(lines)
     newest = {kind: 1, other: 4000}
     progress = Position(
-        4000, evaluated=newest["eval"], metrics={"loss": 1.0}, line=json.loads(made_up_line(newest["train"], "train"))
+        4000, evaluated=newest["eval"], metrics={"eval/loss": 1.0},
+        line=json.loads(made_up_line(newest["train"], "train")),
     )
     Metrics(tmp_path, progress, saved=progress, tensorboard=False).close()
     assert (tmp_path / "metrics.jsonl").read_text() == lines
