@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -22,9 +22,10 @@ from typing import Any, NoReturn
 from rankup.env.rank_env import array_task
 from rankup.errors import UserError, need
 from rankup.group.group import Group
+from rankup.loop.changes import as_yaml, differing, settings_of
 from rankup.loop.job import Job
 from rankup.loop.reporting import Settings, check_record
-from rankup.observe import tracker
+from rankup.observe import tracker as trackers
 from rankup.places.files import runs_folder
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
@@ -46,7 +47,8 @@ def init(
     save_every_steps: int | None = None, keep: int = 2, log_every_steps: int = 50,
     compare_every_steps: int | None = None, tensorboard: bool = True, join_timeout_s: float = 300.0,
     setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0, save_timeout_s: float = 600.0,
-    memory_every_steps: int | None = None,
+    memory_every_steps: int | None = None, settings: Any = None, may_change: Collection[str] = (), store: str = "",
+    mirror: str = "", tracker: str = "none", save: str = "auto",
 ) -> "Job":
     """Meet the other ranks, take ownership of the run, and return the job. Call it once, before you build the model.
 
@@ -61,6 +63,13 @@ def init(
     `fresh`: move the earlier run's files aside and start from the beginning. Restarts of the same launch still resume.
     `save_every_steps`: None saves at the end of each epoch, or every 1,000 steps without `job.epochs`. 0 saves only in
     `job.save`, at a stop and at the end.
+    `settings`: what must not change by accident, such as `vars(args)`: a dict, or an object with attributes. The
+    run keeps it, and trackers and `rankup status` show it. A resume with other settings is refused, unless `may_change`
+    has the names of those that differ. Then optimizers and schedulers that the script builds with other options than at
+    the start of the run get these too; so does an option that `may_change` names itself, such as "lr".
+    `store`: an address below which the run is kept too. `mirror`: a folder or an address that gets copies and may fail.
+    `tracker`: "mlflow", "wandb" or "none". `save`: "sync" waits until a copy is written; "auto" writes in the
+    background if enough memory is free.
     `keep`: how many copies to keep on disk. `tensorboard`: whether to write TensorBoard's files too.
     `log_every_steps`: how often to write the values of `job.step`; before the first such step, every 10 steps.
     `compare_every_steps`: how often ranks compare digests of their weights and optimizer states, to find a machine that
@@ -76,36 +85,47 @@ def init(
     """
     task = array_task(os.environ) if seed is None else None
     seed = seed if seed is not None else task or 0
-    given = {name: value for name, value in locals().items() if name not in ("run", "device", "task")}
+    may_change = sorted({*may_change})
+    given = {name: value for name, value in locals().items() if name not in ("run", "device", "task", "settings")}
     named, program = os.fspath(run), Program()
     handler = ExitHandler(program)
     program.stop.install()
     program.read_rank()
+    settings = settings_of(settings or {})
+    check_options(given)
     need("rankup.init", "numpy", "safetensors", *(["tensorboard"] if tensorboard else []))
     told = (program.rank_env.agent or {}).get("run", {})  # the run of `launch`
-    run, store = _place_of(named or told.get("place") or f"runs/{script_name()}")
+    run, address = _place_of(named or told.get("place") or f"runs/{script_name()}")
 
     def check(path: Path, record: dict[str, Any]) -> None:
-        if record["seed"] != seed:
+        changed = differing({**record.get("settings", settings), "seed": record["seed"]}, {**settings, "seed": seed})
+        if refused := [text for name, text in changed.items() if name not in may_change or name == "seed"]:
             raise UserError(
-                f"{run} was begun with other settings: seed was {record['seed']}, is {seed}. "
-                "Set it back to resume the run, or give fresh=True or another run."
+                f"{run} was begun with other settings: {', '.join(refused)}. Set it back to resume the run, name it in "
+                "may_change, or give fresh=True or another run."
             )
 
     options = {name: value for name, value in given.items() if name != "join_timeout_s"}
-    settings = Settings(**options, check=check, store=store)
+    chosen = Settings(**{**options, "store": store or address}, check=check, shown=settings)
     program.start(run, guarded=False, stacks=True)
     if task is not None:
         program.log.info(f"seed {seed}, the number of this task in an array of jobs")
-    if named and told.get("chosen") and (run, store) != _place_of(told["place"]):
+    if named and told.get("chosen") and (run, address) != _place_of(told["place"]):
         program.log.info(f"the run is {named}, as rankup.init says, and not {told['place']}, as launch says")
+    texts = {f"setting {name}": str(value) for name, value in given.items()}
+    texts |= {f"settings: {name}": str(value) for name, value in settings.items()}
     group = handler.stack.enter_context(program.join(
-        run, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
-        device=None if device == "auto" else device,
+        run, settings=texts, timeout_s=join_timeout_s, device=None if device == "auto" else device,
     ))
     handler.take_errors()
-    job = handler.stack.enter_context(open_job(group, settings))
+    job = handler.stack.enter_context(open_job(group, chosen))
     job._exit_handler, handler.job = handler, job
+    if settings:
+        job.saving.about["settings"], job.reporting.config = settings, as_yaml(settings)
+        if (newest := job.run.newest) is not None:
+            group.log.info(f"settings  {', '.join(f'{name} {value}' for name, value in settings.items())}")
+            for text in differing(newest.record.get("settings", settings), settings).values():
+                group.log.info(f"  {text}")
     seed_everything(derive_seed(seed), group.device)
     if hashes_are_random() and (group.world_size > 1 or job.run.newest is not None):
         group.log.info(HASHES)
@@ -132,6 +152,16 @@ def _place_of(run: str) -> tuple[Path, str]:
     return Path(run).absolute(), ""  # absolute, because the script may change its folder
 
 
+def check_options(given: dict[str, Any]) -> None:
+    """Raise UserError for arguments of `init` that can't work."""
+    for name, known in {"tracker": ("none", *trackers.RUNS), "save": ("auto", "sync")}.items():
+        if given[name] not in known:
+            raise UserError(f"rankup.init: {name} must be one of {', '.join(known)}, got {given[name]}.")
+    for name in ("store", "mirror"):
+        if secrets_in(given[name]):
+            raise UserError(must_hold_no_secrets(f"rankup.init: {name}"))
+
+
 def script_name() -> str:
     """Return the name of the script or module that Python runs, or "default" if there is none (in a notebook)."""
     main = sys.modules["__main__"]
@@ -148,7 +178,7 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
     UserError on all ranks if another attempt of the run is alive, or if the run can't be resumed.
     """
     if settings.tracker != "none":
-        group.on_rank0(lambda: tracker.check(settings.tracker))
+        group.on_rank0(lambda: trackers.check(settings.tracker))
     with open_run(group, replace(settings, check=partial(check_record, more=settings.check))) as run:
         group.status.begun = not run.finished
         job = Job(group, run, settings)

@@ -4,6 +4,7 @@ import json
 import math
 import platform
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ class Settings(Options):
     """The arguments of `rankup.init`, and options for a program that opens its job itself.
 
     `share_all`: all ranks get rank 0's buffers for all modules, not only for modules in DDP. `tracker`: "mlflow",
-    "wandb" or "none". `shown`: the settings that the tracker gets.
+    "wandb" or "none". `shown`: the settings that the tracker gets. `may_change`: see `rankup.init`.
     """
 
     seed: int
@@ -116,6 +117,7 @@ class Settings(Options):
     share_all: bool = False
     tracker: str = "none"
     shown: dict[str, Any] = field(default_factory=dict)
+    may_change: Collection[str] = ()
 
 
 class Reporting:
@@ -132,6 +134,7 @@ class Reporting:
         self._reports = RankReports(group, self.clock, step=position.step)
         self._reporter: Reporter | None = None
         self._tracker: Tracker | None = None
+        self.config = ""  # the text of config.yaml, if a script gave its settings
         if group.is_rank0 and run.finished:
             self._follow()  # the tracker may lack values of the finished run
         elif group.is_rank0:
@@ -146,6 +149,8 @@ class Reporting:
             self.group.run_dir, self._position, saved=Position.of(self.run.saved),
             tensorboard=self._settings.tensorboard, check_owner=self.run.owner.check,
         )
+        if self.config:
+            self.write("config.yaml", self.config)
         if "basis" in commit and (commit["change"] or changed):
             used, ranks = len(commit["basis"]["used"]), self.group.world_size
             counts = {"job/membership": commit["n"], "job/nodes": used, "job/ranks": ranks}

@@ -15,6 +15,7 @@ import torch
 from rankup.errors import UserError, reason
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
+from rankup.loop.changes import Options, differing
 from rankup.loop.filling import KINDS, Filling, gathered
 from rankup.loop.reporting import FORMAT, VERSIONS, Reporting, Settings
 from rankup.loop.tracked import Tracked
@@ -125,6 +126,8 @@ class Saving:
         """Restore the tracked items called `names`. All ranks call this. Raises UserError if an item does not fit."""
         if newest.sharded and self.run.kind != PARTS and not (self.tracked.split and self.run.saver.sharded):
             newest = newest.as_plain()
+        firsts = newest.record.get("options", {})
+        found = [Options(each, self.tracked.items[each], firsts[each]) for each in names if each in firsts]
         state = self._read_shards(newest) if newest.sharded else newest.tracked
         if missing := sorted({*names} - state.keys()):
             raise UserError(
@@ -135,6 +138,26 @@ class Saving:
             self.tracked.load({name: state[name] for name in (*names, KINDS) if name in state}, self._filling)
         except ValueError as error:
             raise UserError(f"{newest.path} does not fit this {error}. {WAY_OUT}") from None
+        self._change(newest, [each for each in found if each.changes])
+
+    def _change(self, newest: Copy, found: list[Options]) -> None:
+        """Give restored optimizers and schedulers the options that the script sets otherwise than when the run began,
+        if they may change, and say what changes or stays."""
+        settings, may_change = self.about.get("settings", {}), self.settings.may_change
+        by_settings = bool(differing(newest.record.get("settings", settings), settings))
+        for each in found:
+            if by_settings or {*each.changes} & {*may_change}:
+                each.apply()
+                self.group.log.info(f"track  {', '.join(each.changes.values())}, from step {self.position.step} on")
+            else:
+                self.tracked.options[each.name] = each.first
+                names = ", ".join(map(repr, each.changes))
+                if self.group.is_rank0:
+                    self.group.log.warning(
+                        f"track: {', '.join(each.changes.values())}: the script sets it so, but the run goes on as in "
+                        f"its checkpoint. To apply it give rankup.init(may_change={{{names}}})"
+                    )
+        self.tracked.commit()
 
     def begin(self) -> None:
         """Log from which copy the run resumes. Raises UserError if the copy has items that are not tracked."""
@@ -230,7 +253,7 @@ class Saving:
             "format": FORMAT, **asdict(position), "seed": self.settings.seed, "world_size": group.world_size,
             "versions": VERSIONS, "run": run.lineage.run, "attempt": run.mark, "lineage": run.lineage.values(),
             "written_by": f"rank {group.rank} on {group.hosts[group.rank]}", **self.about,
-            **({"world_sizes": self.ranks} if self.ranks else {}),
+            "options": self.tracked.options, **({"world_sizes": self.ranks} if self.ranks else {}),
         })
 
     def stopped(self) -> str:

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from rankup.errors import UserError
+from rankup.loop.changes import options_of
 from rankup.loop.filling import KINDS, Filling, gathered, kinds_of, laid_out, load_optimizer, mapped
 from rankup.state.tree import ITEM, TensorFile, encode, place_of
 
@@ -54,6 +55,7 @@ class Tracked:
         self._schedulers: dict[str, LRScheduler] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._created = 0  # for how many parameters optimizers have a state that a copy can hold
+        self.options: dict[str, Any] = {}  # of optimizers and schedulers when the run began, see `changes.Options`
         # As of the last commit
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         self._schedules: dict[str, dict[str, Any]] = {}
@@ -82,6 +84,9 @@ class Tracked:
                         "splits it. Use an optimizer of torch.optim, or FSDP2 (fully_shard), whose split rankup knows."
                     )
         self.items |= items
+        self.options |= {
+            name: options_of(item) for name, item in items.items() if isinstance(item, Optimizer | LRScheduler)
+        }
         for name, item in items.items():
             if isinstance(item, nn.Module):
                 self._add_module(name, item)

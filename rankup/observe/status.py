@@ -28,7 +28,7 @@ from rankup.observe.logs import find_run, is_run
 from rankup.places.files import read_json
 from rankup.timing import LONG_S, NOW_S, REPORT_S, RUN_SILENT_S
 
-MOST_RESTARTS = 5
+MOST_RESTARTS, MOST_SETTINGS = 5, 20  # on the screen
 
 
 def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
@@ -89,11 +89,19 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "step": newest.step if newest else None, "total_steps": newest.total_steps if newest else None,
         "unit": newest.unit if newest else "", "per_s": newest.per_s if newest else None,
         "remaining_s": live.remaining_s if live and state == "running" else None,
-        "metrics": newest.metrics if newest else {},
+        "metrics": newest.metrics if newest else {}, "settings": _settings(run_dir / "config.yaml"),
         "ranks": _ranks(summary, live, newest), "restarts": [_end(run_dir, *each) for each in earlier],
         "nodes": live.nodes if live else [],
         "goodput": goodput(reports) if any(report.total_steps or report.step for report in reports) else None,
     }
+
+
+def _settings(path: Path) -> dict[str, str]:
+    """Return the settings of the run in `config.yaml`, as they are written there."""
+    with suppress(OSError, ValueError):
+        lines = (line.partition("  #")[0].partition(": ") for line in path.read_text(encoding="utf-8").splitlines())
+        return {name: value.strip() for name, colon, value in lines if colon and name[:1] != "#"}
+    return {}
 
 
 def _modified(path: Path) -> float:
@@ -157,8 +165,12 @@ def overview(runs: list[dict[str, Any]], *, where: str) -> RenderableType:
 def screen(run: dict[str, Any], *, now: float) -> RenderableType:
     """Return the screen of one run. `run`: what `look` returned for `now`."""
     shown = {name: value for name, value in run["metrics"].items() if not name.endswith("_per_s")}  # shown as "step"
+    settings = ", ".join(f"{name} {value}" for name, value in run["settings"].items())
+    if len(run["settings"]) > MOST_SETTINGS:
+        settings = f"{len(run['settings'])} in config.yaml"
     facts = {
         "run": run["folder"], "state": _state(run), "step": _steps(run), "attempt": run["attempt"],
+        "settings": settings,
         "metrics": ", ".join(f"{name} {value:.4g}" for name, value in sorted(shown.items())),
         "goodput": one_line(run["goodput"]) if run["goodput"] else "",
     }

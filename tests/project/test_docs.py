@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
-from rankup import cli, errors
+from rankup import cli, errors, init
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
 from train.commands import COMMANDS
@@ -184,7 +185,7 @@ def test_docs_name_flags_and_settings_that_exist(document: str) -> None:
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
             assert flag.replace("_", "-") in known_flags(), f"{document}: {span}"
         if re.fullmatch(r"[a-z]+(_[a-z]+)+", span) and span not in FOREIGN_WORDS:
-            assert span in {*Config.model_fields, *Workload.__dataclass_fields__}, f"{document}: {span}"
+            assert span in {*Config.model_fields, *Workload.__dataclass_fields__, *signature(init).parameters}, f"{document}: {span}"
 
 
 @cache

@@ -1,0 +1,179 @@
+"""Settings of a run: a resume with others is refused, or they are really in effect. So are options of optimizers."""
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as schedulers
+
+from rankup.errors import UserError
+from rankup.loop.changes import Options, differing, options_of, settings_of
+from tests.job.test_loop import ran, said
+from tests.observe.test_status import as_json, status
+from tests.rigs.fork_server import Forks
+
+LOOP = """
+import argparse, os, signal, torch, rankup
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+for name, kind, default in (("--lr", float, 0.1), ("--epochs", int, 2), ("--momentum", float, 0.5)):
+    parser.add_argument(name, type=kind, default=default)
+parser.add_argument("--api-key", default="swordfish")
+parser.add_argument("--local-rank", default=os.environ["RANK"])
+args = parser.parse_args(os.environ.get("ARGS", "").split())
+job = rankup.init("run", settings=args, may_change={"epochs", "lr"}, tensorboard=False, log_every_steps=1)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+half = torch.optim.lr_scheduler.StepLR(sgd, 3, 0.5)
+job.track(model=model, sgd=sgd, half=half)
+for epoch in job.epochs(args.epochs):
+    for x in job.batches(torch.utils.data.DataLoader(torch.arange(40.0).reshape(10, 4) / 40, batch_size=2)):
+        loss = model(x).square().mean()
+        sgd.zero_grad()
+        loss.backward()
+        with job.step(lr=sgd.param_groups[0]["lr"]):
+            sgd.step()
+            half.step()
+        where = f"{job.rank}:{job.step_number}"
+        if where == os.environ.get("DIE") and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if where == os.environ.get("STOP"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not job.group.stop.requested:
+                pass
+if job.is_main:
+    print("digest", model.module.weight.tolist())
+job.finish()
+"""
+
+
+def rates(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [line["train/lr"] for line in lines if "train/lr" in line]
+
+
+def test_changed_setting_is_refused_or_really_in_effect(forks: Forks, tmp_path: Path) -> None:
+    """With three ranks; the changed learning rate counts from the resume on, also if a rank is killed after it."""
+    ran(forks, tmp_path, LOOP, ranks=3, code=143, STOP="0:4")
+    done = len(rates(tmp_path))
+    assert 4 <= done < 10
+    refused = ran(forks, tmp_path, LOOP, ranks=3, code=2, ARGS="--momentum=0.9 --lr=0.2")
+    assert re.findall("was begun with other settings: (.*?)\\. ", refused) == ["momentum was 0.5, is 0.9"]
+    line = ("launch", "--nproc=3", "script.py")
+    again = forks.ends(*line, cwds=[tmp_path], env={"ARGS": "--lr=0.2 --epochs=3", "DIE": f"1:{done + 3}"})
+    assert "no finished step was lost" in again
+    assert "settings  api_key ***, epochs 3, lr 0.2, momentum 0.5\n" in again
+    assert "  epochs was 2, is 3\n" in again
+    assert f"sgd.lr: 0.1 -> 0.2, sgd.initial_lr: 0.1 -> 0.2, from step {done} on" in again
+    expected = [(0.1 if step < done else 0.2) * 0.5 ** (step // 3) for step in range(15)]
+    assert rates(tmp_path) == pytest.approx(expected)
+    # The digest is that of a script that sets the rate at this step by itself
+    (tmp_path / "plain").mkdir()
+    change = f"if half.last_epoch == {done}:\n                sgd.param_groups[0]['lr'] *= 2\n"
+    by_hand = LOOP.replace("            half.step()\n", f"            half.step()\n            {change}")
+    plain = ran(forks, tmp_path / "plain", by_hand, ranks=3, ARGS="--epochs=3")
+    assert said(again) == said(plain)
+    # Status shows the newest settings, and nothing shows the key
+    assert as_json("--run-dir", tmp_path, "run")["settings"]["lr"] == "0.2"
+    assert "settings  api_key " in status("--run-dir", tmp_path, "run")
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"swordfish" in path.read_bytes()]
+
+
+def test_changed_option_without_a_changed_setting_is_said_and_not_applied(forks: Forks, tmp_path: Path) -> None:
+    ran(forks, tmp_path, LOOP, ranks=2, code=143, STOP="0:2")
+    edited = LOOP.replace("momentum=args.momentum", "momentum=0.9")
+    output = ran(forks, tmp_path, edited, ranks=2, code=143, STOP="0:7")
+    found = re.findall(r"track: (.*): the script sets it so, but the run goes on as in its checkpoint\. (.*)", output)
+    assert found == [("sgd.momentum: 0.5 -> 0.9", "To apply it give rankup.init(may_change={'momentum'})")]
+    named = edited.replace('may_change={"epochs", "lr"}', "may_change={'momentum'}")
+    output = ran(forks, tmp_path, named, ranks=2)
+    assert "track  sgd.momentum: 0.5 -> 0.9, from step" in output
+
+
+@pytest.mark.parametrize(("call", "why"), [
+    ("settings={'where': job_rank}", "settings: where must be "),
+    ("settings={'model': object()}", "settings: model must be a number, text, list or dict, got <object"),
+    ("settings={'data': 's3://key:word@b/x'}", "settings: data must be an address without user"),
+    ("store='s3://key:word@b/x'", "rankup.init: store must be an address without user"),
+    ("tracker='wandbb'", "rankup.init: tracker must be one of none, mlflow, wandb, got wandbb"),
+    ("save='asink'", "rankup.init: save must be one of auto, sync, got asink"),
+])
+def test_settings_that_no_run_can_keep_are_refused(call: str, why: str, forks: Forks, tmp_path: Path) -> None:
+    text = f"import os, rankup\njob_rank = os.environ['RANK']\njob = rankup.init('run', {call})\n"
+    output = ran(forks, tmp_path, text, ranks=2, code=2)
+    assert why in output
+    assert "key:word" not in output
+
+
+def test_init_takes_a_mirror(forks: Forks, tmp_path: Path) -> None:
+    text = (
+        "import rankup\njob, count = rankup.init('run', mirror='copies', save='sync'), {'n': 0}\n"
+        "job.track(count=count)\nfor _ in job.steps(3):\n    with job.step():\n        count['n'] += 1\njob.finish()\n"
+    )
+    ran(forks, tmp_path, text)
+    assert [*(tmp_path / "copies").rglob("step-00000003*")]
+
+
+def test_settings_are_compared_by_what_they_say() -> None:
+    found = settings_of({"b": {3, 1}, "a": Path("x"), "f": signal.signal, "t": (1, 2), "db_password": "x", "tokens": 3})
+    assert found == {"a": "x", "b": [1, 3], "db_password": "***", "f": "signal", "t": [1, 2], "tokens": 3}
+    assert differing({"a": 1, "b": None}, {"a": 1, "b": 0, "c": "x"}) == {
+        "b": "b was null, is 0", "c": 'c was nothing, is "x"'
+    }
+
+
+def made(lr: float, make: Any) -> tuple[Any, Any]:
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, momentum=0.9)
+    return sgd, make(sgd, lr)
+
+
+def advance(sgd: Any, scheduler: Any, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        sgd.step()
+        scheduler.step()
+        found.append(sgd.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.parametrize("make", [
+    lambda sgd, lr: schedulers.LambdaLR(sgd, lambda step: 1 / (1 + step)),
+    lambda sgd, lr: schedulers.MultiStepLR(sgd, [3, 3, 8], 0.5),
+    lambda sgd, lr: schedulers.CosineAnnealingLR(sgd, 20),
+    lambda sgd, lr: schedulers.OneCycleLR(sgd, lr, total_steps=20),
+    lambda sgd, lr: schedulers.SequentialLR(
+        sgd, [schedulers.LinearLR(sgd, 0.1, total_iters=4), schedulers.ExponentialLR(sgd, 0.9)], [4]
+    ),
+], ids=["lambda", "steps", "cosine", "onecycle", "sequence"])
+def test_changed_rate_follows_its_schedule_from_the_resume_on(make: Any) -> None:
+    expected = advance(*made(0.3, make), 14)
+    (sgd, scheduler), (again, follows) = made(0.1, make), made(0.3, make)
+    firsts = [options_of(sgd), options_of(scheduler)]
+    advance(sgd, scheduler, 6)
+    found = [Options("sgd", again, firsts[0]), Options("scheduler", follows, firsts[1])]
+    assert any(each.changes for each in found)
+    again.load_state_dict(sgd.state_dict())
+    follows.load_state_dict(scheduler.state_dict())
+    for each in found:
+        each.apply()
+    assert advance(again, follows, 8) == pytest.approx(expected[6:])
+    assert follows.get_last_lr() == [again.param_groups[0]["lr"]]
+
+
+def test_option_that_training_has_changed_is_refused() -> None:
+    def make(sgd: Any, lr: float) -> Any:
+        return schedulers.CosineAnnealingWarmRestarts(sgd, 2 if lr == 0.1 else 3, T_mult=2)
+
+    (sgd, scheduler), (_, follows) = made(0.1, make), made(0.2, make)
+    options = Options("warm", follows, options_of(scheduler))
+    advance(sgd, scheduler, 5)
+    follows.load_state_dict(scheduler.state_dict())
+    with pytest.raises(UserError, match=r"warm.T_i must have its first value, 2, to change to 3, got 4 by training"):
+        options.apply()
