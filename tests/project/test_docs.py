@@ -185,7 +185,8 @@ def test_docs_name_flags_and_settings_that_exist(document: str) -> None:
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
             assert flag.replace("_", "-") in known_flags(), f"{document}: {span}"
         if re.fullmatch(r"[a-z]+(_[a-z]+)+", span) and span not in FOREIGN_WORDS:
-            assert span in {*Config.model_fields, *Workload.__dataclass_fields__, *signature(init).parameters}, f"{document}: {span}"
+            known = {*Config.model_fields, *Workload.__dataclass_fields__, *signature(init).parameters}
+            assert span in known, f"{document}: {span}"
 
 
 @cache
