@@ -228,7 +228,9 @@ KNOWN = {
     "torch/autograd/__init__.py": "backward",
     "torch/optim/optimizer.py": "optimizer.step",
     "torch/cuda/__init__.py": "",  # synchronize
+    "torch/cuda/streams.py": "",  # synchronize of a stream, as at the beginning of job.step
 }
+MAY_WAIT = ("backward", "synchronize")  # what a rank does that has begun all its exchanges, and waits for them there
 # Skip these files when naming a location: readers want to know which code called them
 HELPERS = ("/rankup/group/", "/rankup/loop/", "/rankup/state/", "/parallel/shared_gradients.py")
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
@@ -278,6 +280,11 @@ def own_location() -> tuple[str, bool]:
         if collects:
             gc.enable()
     return _location_in(stack), bool(stack) and stack[0][0].endswith(COLLECTIVES)
+
+
+def may_wait(location: str) -> bool:
+    """Return whether a rank at `location` may only wait for others: Python does not see what backward and a GPU do."""
+    return location.startswith(MAY_WAIT)
 
 
 def in_phase(phase: str, step: int) -> str:

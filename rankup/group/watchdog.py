@@ -21,7 +21,7 @@ from rankup.agent.processes import leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, NO_STOP, Record
 from rankup.errors import FAULT, FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
-from rankup.group.stop import StopRequest, compare, dump, in_phase, own_location
+from rankup.group.stop import StopRequest, compare, dump, in_phase, may_wait, own_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +223,8 @@ class Watchdog:
         if self.quiet:
             return math.inf
         now = self.record.read()
-        location, in_collective = own_location()  # a backward pass waits for other ranks, or soon will
-        waiting = now.waiting or now.phase == "join" or in_collective or location.startswith("backward")
+        location, in_collective = own_location()  # in a backward pass it waits for other ranks, or soon will
+        waiting = now.waiting or now.phase == "join" or in_collective or may_wait(location)
         # If the lost rank was killed, is unreachable, or is alive but late, a collective with it may never end
         gone = self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
         if gone or self._lost.get("alive"):
@@ -316,7 +316,7 @@ class Watchdog:
         if not (lost := self._lost):  # read again: a report may have come meanwhile, which says more
             return late
         if lost["is"] == "gone" and overdue and not any(
-            row["waiting"] for row in self._newest() if row["rank"] == self.rank
+            row["waiting"] or may_wait(row["location"]) for row in self._newest() if row["rank"] == self.rank
         ):
             # This rank itself takes too long: the ranks that waited for it have left, and rank 0 was one of them
             return [Suspect(self.rank, "the others have left", alive=True)]
@@ -324,8 +324,9 @@ class Watchdog:
         return [Suspect(rank, lost["why"], code=lost.get("code"), alive=alive) for rank in lost.get("ranks", [0])]
 
     def _late(self) -> list[Suspect]:
-        """Return the suspects if no process has ended: the silent ranks, or else the ranks that wait for no other. If
-        there are none although ranks have begun different collectives, set `_deadlock`."""
+        """Return the suspects if no process has ended: the silent ranks, or else the ranks that wait for no other. A
+        rank in backward or in `synchronize` is one only if all others certainly wait. If there are none although ranks
+        have begun different collectives, set `_deadlock`."""
         asked_s = time.monotonic()
         while True:
             waited_s = time.monotonic() - asked_s  # before the question, because the delay of the answer is unknown
@@ -343,6 +344,10 @@ class Watchdog:
         if not late and any(who_is_ahead([row["begun"] for row in found])):
             where = "; ".join(compare({row["rank"]: row["location"] for row in found}))
             self._deadlock = f"the ranks wait for each other at different places of the program: {where}"
+        # Not each backend counts its exchanges, and on a GPU the host may have begun all of them
+        busy = [row for row in late if not may_wait(row["location"])]
+        if busy or len(late) == self.world_size:
+            late = busy
         if [row["rank"] for row in late] == [self.rank]:
             return [Suspect(self.rank, "the others wait for it", alive=True)]
         return [

@@ -85,14 +85,16 @@ class Source:
         return type(getattr(self.loader, "dataset", self.loader)).__name__
 
     def open(
-        self, seed: int, *, epoch: int, skip: int, state: Any, look: Callable[[int, Any], None] | None = None
+        self, seed: int, *, epoch: int, skip: int, state: Any, look: Callable[[int, Any], None] | None = None,
+        moves: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[Any, float]]:
         """Iterate over this rank's batches of an epoch with their weights, without the first `skip` batches. Batches
         count over all ranks, see `stride`.
 
         `seed`: the seed of this pass over the loader. `state`: the loader's state after `skip` batches, None at the
-        beginning. `look`: called with the number and the content of each batch of this rank that is loaded again. A
-        weight is this rank's share of the global batch, times the number of ranks.
+        beginning. `look`: called with the number and the content of each batch of this rank that is loaded again.
+        `moves`: called for each batch that a sampler draws again. A weight is this rank's share of the global batch,
+        times the number of ranks.
         """
         self.begin_epoch(epoch)
         self.orders.seed(seed)
@@ -145,7 +147,8 @@ class Split(Source):
         self._rank_loader, self._checked = _RankLoader(loader), False
 
     def open(
-        self, seed: int, *, epoch: int, skip: int, state: Any, look: Callable[[int, Any], None] | None = None
+        self, seed: int, *, epoch: int, skip: int, state: Any, look: Callable[[int, Any], None] | None = None,
+        moves: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[Any, float]]:
         weights: deque[float] = deque()
         begin = skip // self.stride
@@ -154,7 +157,9 @@ class Split(Source):
             self.begin_epoch(epoch)
             drawn = iter(remaining(self.whole, self.loader, skip - (begin - first) * self.stride))
         else:
-            drawn = islice(self._draw(seed, epoch), first, None)
+            drawn = self._draw(seed, epoch)
+            for _ in islice(drawn, first):  # now, in the time of the replay: a sampler may be slow
+                moves()
         numbers: Iterator[int] = count(begin)
         if first < begin:
             drawn, numbers = chain(islice(drawn, 1), islice(drawn, begin - first - 1, None)), chain([first], numbers)

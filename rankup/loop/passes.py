@@ -114,15 +114,19 @@ class Batches:
             )
 
         def look(number: int, batch: Any) -> None:
-            group.record.begin_anew(step)  # the deadline is one for each batch
+            moves()
             trace.add(number, batch)
 
-        # Loading may take long, and longer on some ranks than on others
-        group.watch.enter("replay", job.settings.step_timeout_s, step=step)
+        def moves() -> None:
+            group.record.begin_anew(step)  # the deadline is one for each batch, so only a replay that hangs is late
+
+        self._enter_replay()
         if isinstance(source, Split):
             trace.value = None
             compares = known is not None and not resized  # all ranks load it: workers then get the same batches on each
-            pairs = source.open(seed, epoch=loop.epoch, skip=done, state=state, look=look if compares else None)
+            pairs = source.open(
+                seed, epoch=loop.epoch, skip=done, state=state, look=look if compares else None, moves=moves
+            )
             if compares and own and trace.value != known:
                 self._warn(f"{source.name()} {OTHER_BATCH}")
         else:
@@ -134,17 +138,28 @@ class Batches:
                 raise UserError(self._other_batches(resized=resized))
             if not replays:
                 trace.value = known if own and source.stateful else None
-            group.watch.enter("replay", 0.0)
-            group.barrier()  # a rank that is faster must not wait for the others in its step
-        job.enter_step()
+        self._leave_replay()
         return pairs
+
+    def _enter_replay(self) -> None:
+        """Begin the phase in which batches of finished steps are loaded again. Before the first one a loader may take
+        long to reach its place, and no sign shows that it moves."""
+        settings, step = self._job.settings, self._job.position.step
+        self._job.group.watch.enter("replay", max(settings.setup_timeout_s, settings.step_timeout_s), step=step)
+
+    def _leave_replay(self) -> None:
+        """Wait for all ranks, for as long as any of them moves, and begin the step: a rank that is faster must not wait
+        for the others in its step."""
+        self._job.group.watch.enter("replay", 0.0)
+        self._job.group.barrier()
+        self._job.enter_step()
 
     def _open_twice(self, seed: int) -> Iterator[tuple[Any, float]]:
         """Return what `open` returns at the beginning of an epoch, in an attempt that resumes there: nothing shows what
         the earlier attempt's loader would yield, but one with a generator or a counter of its own yields something else
         each time. Raises UserError, or warns, if the first batch is another one the second time."""
-        source, loop, group = self._source, self._job.loop, self._job.group
-        group.watch.enter("replay", self._job.settings.step_timeout_s, step=self._job.position.step)
+        source, loop = self._source, self._job.loop
+        self._enter_replay()
         firsts = []
         for _ in range(2):
             pairs = source.open(seed, epoch=loop.epoch, skip=0, state=None)
@@ -153,9 +168,7 @@ class Batches:
             if not isinstance(source, Split):
                 raise UserError(self._other_batches(resized=False))
             self._warn(f"{source.name()} {OTHER_BATCH}")
-        group.watch.enter("replay", 0.0)
-        group.barrier()
-        self._job.enter_step()
+        self._leave_replay()
         return chain(firsts[1:] if firsts[1][0] is not END else (), pairs)
 
     def _fetch(self, pairs: Iterator[tuple[Any, float]], trace: Trace, first: int) -> Iterator[tuple[Any, ...]]:

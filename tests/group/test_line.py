@@ -29,9 +29,13 @@ def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
     return watch
 
 
-def heartbeat(rank: int, *, waiting: bool = True, silent_s: float = 0.0) -> dict[str, Any]:
-    """`silent_s`: the age of the last heartbeat when the deadline passes; 0: a heartbeat comes with each answer."""
-    return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "begun": {}, "silent_s": silent_s}
+def heartbeat(
+    rank: int, *, waiting: bool = True, silent_s: float = 0.0, at: str = "main", begun: int = 0
+) -> dict[str, Any]:
+    """`silent_s`: the age of the last heartbeat when the deadline passes; 0: a heartbeat comes with each answer. `at`:
+    where the rank is. `begun`: how many collectives it has begun."""
+    return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "begun": {"0/gloo": begun},
+            "silent_s": silent_s, "location": f"{at} (train.py:9 main) of step 8"}
 
 
 class AlsoAsked(threading.Event):
@@ -92,6 +96,31 @@ def test_suspect_is_named_from_messages_and_from_the_other_ranks_places(
     for message in heard:
         watch.on_message(message)
     assert describe(watch.suspects(overdue=True), watch.hosts) == text
+
+
+SLEEPS = heartbeat(2, waiting=False, at="main")
+
+
+@pytest.mark.parametrize(("others", "suspects"), [
+    ([heartbeat(0, waiting=False, at="synchronize"), SLEEPS, heartbeat(3, waiting=False, at="backward")], [2]),
+    ([heartbeat(rank, waiting=False, at="backward") for rank in (0, 2, 3)], []),
+    ([heartbeat(rank, waiting=False, at="synchronize") for rank in (0, 2, 3)], []),
+    ([heartbeat(0, at="barrier"), heartbeat(2, at="barrier"), heartbeat(3, at="barrier")], [1]),
+    ([heartbeat(0, begun=5), heartbeat(2, begun=5), heartbeat(3, begun=5)], [1]),
+])
+@pytest.mark.parametrize("at", ["backward", "synchronize"])
+def test_rank_in_backward_is_a_suspect_only_if_all_others_certainly_wait(
+    others: list[dict[str, Any]], suspects: list[int], at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank's deadline has passed in `at`, which Python can't look into. The backend may count no collectives, and
+    on a GPU the host has begun all of them."""
+    watch = watchdog_of(1, waiting=False)
+    monkeypatch.setattr(watchdog, "own_location", lambda: (f"{at} (train.py:9 main)", False))
+    watch.begun = lambda: {"0/gloo": 0}
+    said = {"is": "ranks", "ranks": [{**each, "ago_s": 0.0} for each in others]}
+    line = SimpleNamespace(send=lambda kind: watch.on_message(said) or True)
+    watch.connect(line, ["node0", "node0", "node1", "node1"])
+    assert [suspect.rank for suspect in watch.suspects(overdue=True)] == suspects
 
 
 def test_loop_prints_nothing_while_the_watching_thread_ends_the_process(monkeypatch: pytest.MonkeyPatch):

@@ -182,6 +182,16 @@ def test_loader_with_a_state_resumes_from_it() -> None:
     assert read(Remembering(), skip=3, state=loader.state_dict()) == [*range(4, 13)]
 
 
+@pytest.mark.parametrize("kind", ["shuffled", "own sampler"])
+def test_replay_of_an_order_shows_that_it_moves_before_the_step_begins(kind: str) -> None:
+    """A resume draws the order again. A deadline for all of it would end each run with a slow sampler."""
+    source, moved = source_of(LOADERS[kind](), 0, 1, any_order=False), list[int]()
+    batches = source.open(3, epoch=0, skip=4, state=None, moves=lambda: moved.append(1))
+    assert len(moved) == 4
+    assert [*batches]
+    assert len(moved) == 4
+
+
 def test_sampler_drawn_ahead_does_not_depend_on_the_random_state_of_the_training() -> None:
     drawn = 0
 
