@@ -80,7 +80,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     if run.newest is not None:
         check_data(run.newest, workload.data_name)
     elif config.init_from:
-        weights.start_from(config, group, plain)
+        job.start_from(config.init_from, plain, where="init_from")
     if not method.replicates_state:
         # Compare the weights before the split: afterwards no rank has all of them
         own = weights.digest(plain.state_dict())[:16]

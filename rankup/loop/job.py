@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 
 from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
@@ -15,9 +16,10 @@ from rankup.loop.agreement import Agreement
 from rankup.loop.batches import evaluation_batches, source_of
 from rankup.loop.passes import Batches, at_stop_iteration
 from rankup.loop.reporting import LoopState, Reporting, Settings
-from rankup.loop.saving import Saving
+from rankup.loop.saving import FROZEN, Saving
 from rankup.loop.step import Step
 from rankup.loop.tracked import Tracked
+from rankup.loop.weights import start_from
 from rankup.observe.metrics import Position, entry
 from rankup.observe.stragglers import WAITING
 from rankup.seeds import derive_seed, seed_everything
@@ -73,12 +75,30 @@ class Job:
 
     # State ----------------------------------------------------------------------------------------------------
 
-    def track(self, **items: Any) -> None:
+    def start_from(self, place: str, module: nn.Module, *, item: str = "model", where: str = "start_from") -> None:
+        """Let a new run begin with given weights. All ranks call this before `track`; only rank 0 needs the file. If
+        the run resumes, this does nothing, because `track` restores the weights. Exception: with `only="trained"` the
+        other weights come from here at each start.
+
+        `place`: a file of safetensors or of `torch.save`, a model folder of Hugging Face, a run, a checkpoint, or the
+        address of one of them. `item`: the object in a checkpoint of rankup. Tensors that fit by name and shape are
+        loaded, without the prefixes of DDP and torch.compile; a line names each tensor that keeps its value. `where`:
+        what messages begin with. Raises UserError on all ranks if nothing fits, or if the file can't be read.
+        """
+        if self.tracked.items:
+            raise UserError("start_from: it must be called before job.track, got a later call. Move the call up.")
+        if self.run.newest is None or FROZEN in self.run.newest.tracked:
+            start_from(self.group, module, place, item=item, where=where, timeout_s=0.9 * self.settings.setup_timeout_s)
+
+    def track(self, *, missing: str = "error", only: str = "all", **items: Any) -> None:
         """Save `items` in every copy, and restore them now if the run has one. All ranks call this before any step.
 
         An item is a module (bare, inside DDP, DataParallel or torch.compile, or split by FSDP2), an optimizer, a
         scheduler, a GradScaler, any object with `state_dict` and `load_state_dict`, or a dict, list or tensor, which
         rankup fills in place. You may call `track` several times. rankup finds the DDP module around a bare one.
+        `missing="keep"`: an item that the copy does not have, such as a new EMA, keeps its value.
+        `only="trained"`: of modules save buffers and the parameters that require gradients now, such as adapters. The
+        other parameters must be the same at each start, and must not change.
 
         Raises UserError on all ranks for a value that a copy can't hold (the message gives its path), for an item that
         does not fit the copy or differs between ranks, and after the first step.
@@ -86,21 +106,23 @@ class Job:
         group, run, tracked = self.group, self.run, self.tracked
         if self._begun:
             raise UserError("track: it must be called before the first step, got a later call. Move the call up.")
+        for option, value, known in (("missing", missing, ("error", "keep")), ("only", only, ("all", "trained"))):
+            if value not in known:
+                raise UserError(f'track: {option} must be "{known[1]}" or "{known[0]}", got {value!r:.80}.')
         items = dict(sorted(items.items()))  # ranks that call this with another order do the same in the same order
         self._same_names([*items])
-        group.on_all_ranks(lambda: tracked.add(items))
+        group.on_all_ranks(lambda: tracked.add(items, only_trained=only == "trained"))
         self._wrappers.adopt()
         sharded = tracked.split and self.settings.sharded
         if sharded and not run.parts.wanted:
             run.check_shared()
         run.saver.sharded, run.parts.wanted = sharded, tracked.split
         if run.newest is not None:
-            self.saving.restore(run.newest, [*items])
+            self.saving.restore(run.newest, [*items], may_miss=missing == "keep")
         if self.world_size > 1:
             tracked.share_buffers()
-            if not tracked.split and run.newest is None:  # otherwise all ranks have restored the same state
-                for name, digest in tracked.fingerprint().items():
-                    group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
+            if run.newest is None:  # otherwise all ranks have restored the same state
+                self.saving.must_match([*items])
         self.reseed()
         group.record.begin(self.step_number)
 

@@ -14,7 +14,7 @@ import torch
 
 from rankup.errors import UserError, reason
 from rankup.group.group import Group
-from rankup.loop.agreement import Agreement
+from rankup.loop.agreement import Agreement, digests_by_place
 from rankup.loop.changes import Options, differing
 from rankup.loop.filling import KINDS, Filling, gathered
 from rankup.loop.reporting import FORMAT, VERSIONS, Reporting, Settings
@@ -89,6 +89,7 @@ class CommitLock:
 
 WAY_OUT = "Start from the beginning (fresh), or give the run another name."
 LOADERS = "rankup_loaders"  # the item of a copy that holds the loaders' own states
+FROZEN = "rankup_frozen"  # the item of a copy that holds the digest of parameters that are not in the copy
 
 
 class Saving:
@@ -108,6 +109,7 @@ class Saving:
         copies.on_write[:] = [group.record.note_written]
         self.about: dict[str, Any] = {}
         self.loader_states: list[Any] = []
+        self._frozen = 0  # what `frozen` returned before the first step
         self._filling = Filling()  # of the items that were restored so far
         self._place = f"{group.rank} of {group.world_size}"
         # Of the newest copy in rank 0's folder. The run may have resumed from a newer rescue, which is only in memory
@@ -122,18 +124,29 @@ class Saving:
 
     # Restoring ------------------------------------------------------------------------------------------------
 
-    def restore(self, newest: Copy, names: list[str]) -> None:
-        """Restore the tracked items called `names`. All ranks call this. Raises UserError if an item does not fit."""
+    def restore(self, newest: Copy, names: list[str], *, may_miss: bool = False) -> None:
+        """Restore the tracked items called `names`. All ranks call this. Raises UserError if an item does not fit, or
+        is not in the copy, unless it `may_miss`."""
         if newest.sharded and self.run.kind != PARTS and not (self.tracked.split and self.run.saver.sharded):
             newest = newest.as_plain()
         firsts = newest.record.get("options", {})
         found = [Options(each, self.tracked.items[each], firsts[each]) for each in names if each in firsts]
         state = self._read_shards(newest) if newest.sharded else newest.tracked
-        if missing := sorted({*names} - state.keys()):
+        missing = sorted({*names} - state.keys())
+        if missing and not may_miss:
             raise UserError(
                 f"track: {', '.join(missing)} must be in {newest.path}, got {', '.join(sorted(state))} there. "
-                + WAY_OUT
+                f'If it is new, give track missing="keep". {WAY_OUT}'
             )
+        if missing:
+            names = [name for name in names if name in state]
+            self.group.log.info(f"track  not in {newest.path.name}, so it begins anew: {', '.join(missing)}")
+            self.must_match(missing)
+        if FROZEN in state and self.tracked.left_out():
+            self.group.on_all_ranks(lambda: self._check_frozen(state[FROZEN], (
+                f"{newest.path} does not fit this model: the parameters that are not trained were others. Load the "
+                f"weights with which the run began. {WAY_OUT}"
+            )))
         try:
             self.tracked.load({name: state[name] for name in (*names, KINDS) if name in state}, self._filling)
         except ValueError as error:
@@ -159,12 +172,29 @@ class Saving:
                     )
         self.tracked.commit()
 
+    def must_match(self, names: list[str]) -> None:
+        """Raise UserError on all ranks if the states of these items differ between ranks. All ranks call this."""
+        if self.group.world_size > 1 and not self.tracked.split:  # of split items no rank has the whole
+            for name, digest in self.tracked.fingerprint().items():
+                if name in names:
+                    remedy = "Build it equally on all ranks, or leave it out."
+                    self.group.must_match(f"track: {name}", digest, remedy=remedy)
+
+    def frozen(self) -> int:
+        """Return a digest of the parameters that no copy holds. Waits for the device."""
+        return digests_by_place(self.tracked.left_out()).get("[]", 0)
+
+    def _check_frozen(self, before: int, message: str) -> None:
+        if self.frozen() != before:
+            raise UserError(message)
+
     def begin(self) -> None:
         """Log from which copy the run resumes. Raises UserError if the copy has items that are not tracked."""
         newest, self._filling = self.run.newest, Filling()  # frees the restored tensors
+        self._frozen = self.frozen()
         if newest is None:
             return
-        if (left := {*newest.tracked} - {*self.tracked.items, LOADERS, KINDS}) and self.tracked.items:
+        if (left := {*newest.tracked} - {*self.tracked.items, LOADERS, KINDS, FROZEN}) and self.tracked.items:
             raise UserError(
                 f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. {WAY_OUT}"
             )
@@ -191,7 +221,8 @@ class Saving:
         try:
             self.tracked.make_room()
             files = CopyFiles(newest.path)
-            state = files.read_into(self.tracked.state()) | files.read_all(KINDS)
+            own = {name: each for name, each in self.tracked.state().items() if name in files.items}
+            state = files.read_into(own) | files.read_all(KINDS)
         except Exception as error:  # raise later: the other ranks still read their parts, and then wait for this rank
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):
@@ -207,11 +238,16 @@ class Saving:
         wanted = bool(self.tracked.items) and position.key != self._saved
         if wanted:
             self.agreement.compare(position.step)
+            if self.tracked.left_out():
+                self.group.on_all_ranks(lambda: self._check_frozen(self._frozen, (
+                    'track: parameters that are not trained must stay as they are with only="trained", because no '
+                    "checkpoint holds them, got a change. Track the whole module, or call job.track after freezing."
+                )))
             run.wait()  # until the previous save has ended: two states may not fit into memory
             state = self.tracked.state()
             if self.tracked.split and not run.saver.sharded:
                 state = self.group.collective(lambda: gathered(state))
-            state |= self.tracked.kinds()
+            state |= self._beside()
             if self.loader_states:
                 state[LOADERS] = self._all_loader_states()
             # Write gathered state at once: another copy in memory would double its size. It has no second copy
@@ -235,13 +271,17 @@ class Saving:
             states |= tree.decode(nodes, held.__getitem__)[LOADERS]
         return states
 
+    def _beside(self) -> dict[str, Any]:
+        """Return the items that a copy holds beside the state, except those of loaders."""
+        return self.tracked.kinds() | ({FROZEN: self._frozen} if self.tracked.left_out() else {})
+
     def save_part(self) -> None:
         """Copy this rank's part of the last commit to memory. All ranks call this."""
         self.run.parts.take(self.position.step, lambda: (self._record(self.position), self._own()))
 
     def _own(self) -> dict[str, Any]:
         """Return what this rank holds of the last commit. Other ranks that resume from it count their own batches."""
-        state = self.tracked.state() | self.tracked.kinds()
+        state = self.tracked.state() | self._beside()
         if self.loader_states:
             state[LOADERS] = {self._place: self.loader_states}
         return state

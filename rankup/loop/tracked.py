@@ -52,6 +52,7 @@ class Tracked:
         # The modules' parameters when they were tracked: FSDP2 registers others during a forward pass, and leaves the
         # root's in place if no backward pass follows
         self._parameters: dict[str, list[nn.Parameter]] = {}
+        self._left_out: dict[str, dict[str, nn.Parameter]] = {}  # by module: what no copy holds, by live name
         self._schedulers: dict[str, LRScheduler] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._created = 0  # for how many parameters optimizers have a state that a copy can hold
@@ -63,8 +64,9 @@ class Tracked:
         self._seen: dict[str, Any] = {}  # what `_look` found at the last commit, during the first steps
         self._checks = CHECKS
 
-    def add(self, items: dict[str, Any]) -> None:
-        """Track `items` too. Raises UserError for a value that a copy can't hold. The message has the value's path."""
+    def add(self, items: dict[str, Any], *, only_trained: bool = False) -> None:
+        """Track `items` too, of modules without the parameters that are not trained if `only_trained`. Raises UserError
+        for a value that a copy can't hold. The message has the value's path."""
         for name, item in items.items():
             if name in self.items or not ITEM.fullmatch(name):
                 raise UserError(f"track: a name must be new, of letters, digits and _, got {name}. Rename the item.")
@@ -89,6 +91,9 @@ class Tracked:
         }
         for name, item in items.items():
             if isinstance(item, nn.Module):
+                every = item.named_parameters(remove_duplicate=False) if only_trained else ()
+                if frozen := {key: each for key, each in every if not each.requires_grad}:
+                    self._left_out[name] = frozen
                 self._add_module(name, item)
             elif isinstance(item, LRScheduler):
                 self._schedulers[name] = item
@@ -97,6 +102,8 @@ class Tracked:
         tensors = encode(self._state_of(items))[1]
         check_devices({path: tensor.device for path, tensor in tensors.items()}, self._device)
         self.split |= any(hasattr(tensor, "to_local") for tensor in tensors.values())
+        if self.split and self._left_out:
+            raise UserError('track: only="trained" must come with modules that each rank holds whole, got split ones.')
         self.commit()
 
     def _add_module(self, name: str, module: nn.Module) -> None:
@@ -206,6 +213,7 @@ class Tracked:
         modules = [each for item in self.items.values() if isinstance(item, nn.Module) for each in item.parameters()]
         others = [each for each in tree_leaves([*self.items.values()]) if isinstance(each, torch.Tensor)]
         known = {id(each) for each in chain(modules, others, *self._parameters.values())}
+        known -= {id(each) for each in self.left_out()}  # code that trains them has unfrozen them since
         memory = {each.data_ptr() for each in others} - {0}  # a module's state_dict has other tensors with its memory
         return [each for each in parameters if id(each) not in known and each.data_ptr() not in memory]
 
@@ -254,6 +262,10 @@ class Tracked:
         state = self._state_of({name: self.items[name]})[name]
         return gathered(state) if self.split else state
 
+    def left_out(self) -> list[torch.Tensor]:
+        """Return the parameters that no copy holds, because they are not trained."""
+        return [each for frozen in self._left_out.values() for each in frozen.values()]
+
     def fingerprint(self) -> dict[str, str]:
         """Return a digest of each item by name. Ranks that hold equal items get equal digests."""
         return {name: _digest(*encode({name: state})) for name, state in self.state().items()}
@@ -269,10 +281,17 @@ class Tracked:
 
     def _state_of(self, items: dict[str, Any]) -> dict[str, Any]:
         return {
-            name: _renamed(item.state_dict(), self._names[name]) if isinstance(item, nn.Module)
+            name: _renamed(self._trained(name, item.state_dict()), self._names[name]) if isinstance(item, nn.Module)
             else item if isinstance(item, FILLED_IN_PLACE) else item.state_dict()
             for name, item in items.items()
         }
+
+    def _trained(self, name: str, state: Any) -> Any:
+        """Remove what no copy holds from a module's state_dict, with what quantized weights keep below their names."""
+        frozen = self._left_out.get(name, {})
+        for key in [key for key in state if key in frozen or key.rpartition(".")[0] in frozen] if frozen else ():
+            del state[key]
+        return state
 
     def load(self, state: dict[str, Any], filling: Filling | None = None) -> None:
         """Restore what `state` returned for these names. Items that are split also accept whole tensors. `filling`: of
@@ -289,10 +308,17 @@ class Tracked:
     def _load(self, name: str, item: Any, values: Any, filling: Filling, kinds: Any) -> None:
         if isinstance(item, nn.Module):
             values = _renamed(values, {bare: key for key, bare in self._names[name].items()})
+            whole = values
+            if name in self._left_out:
+                live = item.state_dict()
+                if other := sorted(values.keys() ^ self._trained(name, live.copy()).keys()):
+                    raise ValueError(f'only="trained" keeps other parameters here than in the copy, such as {other[0]}')
+                whole = _renamed(values, {})
+                whole.update((key, value) for key, value in live.items() if key not in values)
             if self.split:
                 live = item.state_dict()
-                values = {key: laid_out(value, live.get(key)) for key, value in values.items()}
-            item.load_state_dict(values)
+                whole = values = {key: laid_out(value, live.get(key)) for key, value in values.items()}
+            item.load_state_dict(whole)
             filling.note(item, values)
         elif isinstance(item, Optimizer):
             load_optimizer(item, values)

@@ -147,13 +147,15 @@ class _Part:
 
 class CopyFiles:
     """The tree and the tensors in the files of the copy `path`, plain or sharded. Until tensors are asked for, only the
-    tree and the headers of the files are read. Files that no rank wrote may raise any error."""
+    tree and the headers of the files are read. Files that no rank wrote may raise any error. `items`: the names of the
+    tracked items."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
 
         with open_regular(path / TREE) as content:
             self._tree = json.load(content)["tree"]
+        self.items = {*self._tree}
         self._parts, self.sharded = defaultdict[str, list[_Part]](list), False
         for name in read_manifest(path)["files"]:
             if not name.endswith(TENSORS):

@@ -34,6 +34,7 @@ from rankup.errors import JoinError, UserError
 from rankup.explain import diagnose_files, format_report
 from rankup.group.member import read_place
 from rankup.loop.agreement import Agreement
+from rankup.loop.weights import load_into
 from rankup.observe.metrics import cut_after
 from rankup.observe.status import status
 from rankup.places.lease import Lease, Lineage
@@ -44,7 +45,6 @@ from tests.rigs.strangers import Evil
 from train.config.load import load_config
 from train.data.file_samples import decode
 from train.data.sources.in_memory import read
-from train.run.weights import init_from
 
 Files = dict[str, bytes]
 HUGE = (b"99999999999999999999", b"-1", b"1e999", b"0", b"9" * 400, b"9" * 5000, b"NaN", b"4294967295")
@@ -316,7 +316,7 @@ SETTINGS = b"dataset: digits\nlr: 0.5\nepochs: 3\nname: 'a'\noptions: {a: [1, {b
 FORMATS = {
     "plain_copy": Format(plain_copy, lambda folder: reading.read(folder).as_plain(), sealed=True),
     "sharded_copy": Format(sharded_copy, lambda folder: reading.read(folder).as_plain(), sealed=True),
-    "weights": Format(weights, lambda folder: init_from(torch.nn.Linear(3, 2), folder, lambda text: None)),
+    "weights": Format(weights, lambda folder: load_into(torch.nn.Linear(3, 2), folder, lambda text: None)),
     "settings": Format(lambda: {"c.yaml": SETTINGS}, lambda folder: load_config({}, file=str(folder / "c.yaml")),
                        replaced=False),
     "idx": Format(idx_files, lambda folder: read("mnist", folder), replaced=False),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rankup.errors import UserError
+from rankup.loop.weights import load_into
 from tests.rigs.checkpoints import SETTINGS, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
@@ -39,7 +40,7 @@ def started_from(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     said: list[str] = []
-    weights.init_from(model, path, said.append)
+    load_into(model, path, said.append)
     return model.state_dict(), "\n".join(said)
 
 
