@@ -20,10 +20,10 @@ help: ## Print this help
 venv: $(READY) ## Make .venv and install what training needs, in locked versions (once, about 5.8 GB)
 venv-tests: $(TESTED) ## Add what the tests need to .venv (make test does this too)
 
-demo: $(READY) ## Train Fashion-MNIST on two simulated nodes of this machine, about a minute
+demo: $(READY) ## Train Fashion-MNIST on two simulated nodes of this machine, about a minute (INSTALL=1: also its data)
 	@PATH="$(RUN):$$PATH" bash train/demo.sh $(ARGS)
 
-up: ; @docker/up.sh ## Train on two nodes in containers (NNODES=4 NPROC=2); as root it installs a missing engine
+up: ; @docker/up.sh ## Train on two nodes in containers (NNODES=4 NPROC=2); INSTALL=1 installs a missing engine, as root
 down: ; docker compose --profile '*' down --remove-orphans ## Remove the nodes' containers; runs/ and the image stay
 image: ; @docker/image.sh ## Build the image and test it (TARGET=compile adds a compiler)
 wheels: ; @docker/host/wheels.sh ## Fill docker/wheels through this machine's pip, for builds that reach no index

@@ -9,6 +9,7 @@ BOUND_S=1800
 python=${1:?the Python that has torch}
 cache=${RANKUP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rankup}
 
+. docker/host/settings.sh
 say() { echo "horovod: $*"; }
 fail() { printf 'horovod: %s\n' "$@" >&2; exit 2; }
 
@@ -41,10 +42,7 @@ build() {
   for tool in g++ cmake make; do command -v "$tool" > /dev/null || missing+=("$tool"); done
   "$python" -c 'import sysconfig; open(sysconfig.get_path("include") + "/Python.h")' 2> /dev/null ||
     missing+=(python3-dev)
-  if ((${#missing[@]})); then
-    if [[ $(id -u) -ne 0 ]] || ! command -v apt-get > /dev/null; then fail "sudo apt install ${missing[*]}"; fi
-    { apt-get -q update && apt-get install -q -y --no-install-recommends "${missing[@]}"; } > /dev/null
-  fi
+  ((${#missing[@]} == 0)) || packages "${missing[@]}"
   say "building $VERSION for $inputs, on $(nproc) CPUs"
   "${pip[@]}" install "${needs[@]}"
   # Hide every CUDA toolkit of this machine: torch says that it was built without CUDA, and CMake does not look for one

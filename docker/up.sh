@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains on simulated nodes with one command, shows their output, and returns the exit code of the cause.
-# Run: make up      (NNODES=4 NPROC=2 ARGS="--epochs 5" make up; as root on Debian or Ubuntu it installs Docker)
+# Run: make up      (NNODES=4 NPROC=2 ARGS="--epochs 5" make up; INSTALL=1 installs Docker, as root on Debian or Ubuntu)
 # Edit: nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

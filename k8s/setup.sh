@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Finds kubectl, or installs it from this machine's packages or a newer Debian. The tests need no cluster.
-# Run: k8s/setup.sh      (as root, if it has to install; .ci/run runs it)
+# Run: INSTALL=1 k8s/setup.sh      (as root; without INSTALL=1 it says what is missing, with exit code 2)
 # Edit: nothing.
 set -euo pipefail
 newer_debian=trixie # Debian 12 has kubectl 1.20 with an old kustomize; the newer one needs only libc
@@ -13,8 +13,9 @@ new_enough() { # whether there is a kubectl 1.27 or newer
 fail() { printf 'setup: %s\n' "$@" >&2; exit 2; }
 
 if new_enough; then exit 0; fi
-[[ $(id -u) -eq 0 ]] ||
-  fail "no kubectl 1.27 or newer here, and only root may install it: https://kubernetes.io/docs/tasks/tools"
+[[ $(id -u) -eq 0 && ${INSTALL:-} == 1 ]] ||
+  fail "kubectl 1.27 or newer is needed: https://kubernetes.io/docs/tasks/tools" \
+    "  or let this script install Debian's package, as root: INSTALL=1 $0"
 candidate=$(apt-cache policy kubectl 2> /dev/null | awk '/Candidate:/ && $2 != "(none)" {print $2}')
 if [[ -n $candidate ]] && dpkg --compare-versions "$candidate" ge 1.27; then
   apt-get install -q -y --no-install-recommends kubectl

@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
 # Trains on two simulated nodes of this machine: two torchrun agents on loopback, with one process each.
-# Run: make demo      (or, with torchrun on the PATH: bash train/demo.sh --epochs 3 --no-augment)
+# Run: INSTALL=1 make demo      (or, with torchrun on the PATH: bash train/demo.sh --epochs 3 --no-augment)
 # Edit: the settings in the line that begins with `job=`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1
+# Where no server with data answers, Debian's package has Fashion-MNIST
+if [[ ${INSTALL:-} == 1 && $(id -u) -eq 0 && ! -d /usr/share/datasets/fashion-mnist ]] && command -v apt-get > /dev/null; then
+  { apt-get -q update && apt-get install -q -y --no-install-recommends dataset-fashion-mnist; } > /dev/null 2>&1 ||
+    echo "demo: apt-get can't install dataset-fashion-mnist: the program will ask the web" >&2
+fi
 job=(train --config train/configs/fashion.yaml --device cpu --epochs 2 --name demo "$@")
 port=$(python3 -c 'from rankup.env.launchers import free_port; print(free_port())')
 

@@ -18,10 +18,7 @@ make_base() { # IMAGE
   work=$(mktemp -d)
   # shellcheck disable=SC2064  # expand the folder's name now
   trap "rm -rf '$work'" EXIT
-  if ! command -v debootstrap > /dev/null; then
-    apt-get -q update
-    apt-get install -q -y --no-install-recommends debootstrap
-  fi
+  command -v debootstrap > /dev/null || packages debootstrap
 
   # List apt's archives of this release, including updates and security fixes, but not those of third parties
   # shellcheck disable=SC2016  # apt expands these, not the shell

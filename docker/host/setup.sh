@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Finds a container engine, Compose v2 and buildx, or installs them from the packages of Debian or Ubuntu.
-# Run: docker/host/setup.sh      (installs as root on Debian or Ubuntu; else prints the commands, with exit code 2)
+# Run: INSTALL=1 docker/host/setup.sh      (as root on Debian or Ubuntu; without INSTALL=1 it prints the commands, with exit code 2)
 # Edit: nothing.
 set -euo pipefail
 
@@ -85,14 +85,17 @@ start_daemon() {
   fail "the engine did not start within 60 s"
 }
 
-explain() { # for a user who may not install: print the commands that need root
+explain() { # for a user who may not install or did not ask for it: print the commands
   local release=${ID:-} like=${ID_LIKE:-}
   if command -v dockerd > /dev/null && ! engine_answers && has_compose && has_buildx; then
     fail "the engine is installed but does not answer. Is it running, may you use it? Run these, then log in again:" \
       "  sudo systemctl enable --now docker" "  sudo usermod -aG docker $(id -un)"
+  elif [[ $(id -u) -eq 0 && ($release == debian || $release == ubuntu || $like == *debian*) ]]; then
+    fail "a container engine, Compose v2 and buildx are needed. To let this script install Debian's packages of them:" \
+      "  INSTALL=1 $0      (or INSTALL=1 before the command that you typed)"
   elif [[ $release == debian || $release == ubuntu || $like == *debian* ]]; then
     fail "a container engine, Compose v2 and buildx are needed. Run these, then log in again:" \
-      "  sudo $0" "  sudo usermod -aG docker $(id -un)"
+      "  sudo INSTALL=1 $0" "  sudo usermod -aG docker $(id -un)"
   fi
   fail "a container engine, Compose v2 and buildx are needed:" \
     "  install Docker Engine or Docker Desktop for ${PRETTY_NAME:-this system}."
@@ -104,11 +107,14 @@ else
   PRETTY_NAME=$(uname -s)
   # shellcheck disable=SC1091
   [[ -r /etc/os-release ]] && . /etc/os-release
+  installed=""
+  if { command -v dockerd > /dev/null || engine_answers; } && has_compose && has_buildx; then installed=yes; fi
   if [[ $(id -u) -ne 0 ]] || ! command -v apt-get > /dev/null; then explain; fi
+  [[ -n $installed || ${INSTALL:-} == 1 ]] || explain
   log=$(mktemp)
   trap 'rm -f "$log"' EXIT
   export DEBIAN_FRONTEND=noninteractive
-  if ! { command -v dockerd > /dev/null || engine_answers; } || ! has_compose || ! has_buildx; then
+  if [[ -z $installed ]]; then
     apt-get -q update > "$log" 2>&1 || { tail -20 "$log" >&2; fail "apt-get update failed"; }
     install_packages
     missing=()

@@ -35,10 +35,7 @@ fill() { # FOLDER LIST...: download the wheels of the lists, unless the folder a
     return
   fi
   if ! python=$(find_pip); then
-    if [[ $(id -u) -ne 0 ]] || ! command -v apt-get > /dev/null; then
-      fail "pip is needed: sudo apt install python3-pip"
-    fi
-    { apt-get -q update && apt-get install -q -y --no-install-recommends python3-pip; } > /dev/null
+    packages python3-pip
     python=/usr/bin/python3
   fi
   echo "wheels: downloading for Python $version with $($python -m pip --version | cut -d' ' -f1,2) of $python"

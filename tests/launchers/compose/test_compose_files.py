@@ -172,6 +172,24 @@ def test_setup_tells_a_user_without_root_what_is_needed() -> None:
     assert "Compose v2 and buildx are needed" in done.stderr
 
 
+@pytest.mark.parametrize("script", [
+    "docker/host/setup.sh", "k8s/setup.sh", ". docker/host/settings.sh; packages debootstrap", "train/demo.sh",
+])
+def test_script_installs_no_system_package_unless_it_is_asked_to(tmp_path: Path, script: str) -> None:
+    """Even for root. The PATH has a package manager that would be noticed, and neither an engine nor kubectl."""
+    for name in ("bash", "uname", "basename", "sed", "mktemp", "rm", "dirname", "cat", "grep"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    fakes = {"apt-get": f"touch {tmp_path}/installed", "apt-cache": "", "id": "echo 0", "python3": "exit 1"}
+    for name, does in fakes.items():
+        (tmp_path / name).write_text(f"#!{shutil.which('sh')}\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    command = ["bash", "-c", script if " " in script else (ROOT / script).read_text()]
+    done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, text=True, capture_output=True, check=False)
+    assert done.returncode != 0
+    assert not (tmp_path / "installed").exists(), done.stderr
+    assert "INSTALL=1" in done.stderr or script == "train/demo.sh"
+
+
 @engine
 def test_setup_finds_an_installed_engine_and_changes_nothing() -> None:
     done = subprocess.run([DOCKER / "host" / "setup.sh"], capture_output=True, text=True, check=False)

@@ -41,7 +41,7 @@ class Remote:
 
     kind: str  # the class in torchvision.datasets
     folder: str  # the folder of this data set below torchvision's root
-    package: str = ""  # Debian's package, for a network that mirrors only Debian
+    package: str = ""  # Debian's package, which a user may install where the web does not answer
     packed: Path | None = None  # where the package puts the .gz files that belong into `folder`/raw
     mean: tuple[float, ...] = ()  # mean, std: one per channel, of the training images / 255
     std: tuple[float, ...] = ()
@@ -108,8 +108,8 @@ def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
 
 
 def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
-    """Get the data from Debian's package if it is installed, else from the web, else from Debian's package file. Write
-    to a temporary folder next to the target, then rename it."""
+    """Get the data from Debian's package if it is installed, else from the web. Write to a temporary folder next to the
+    target, then rename it."""
     for path in target.parent.glob(f".{target.name}.partial-*"):  # left by processes that were killed
         shutil.rmtree(path, ignore_errors=True)
     reasons = []
@@ -118,8 +118,6 @@ def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
         if remote.packed and remote.packed.is_dir():
             sources["package"] = _unpack(remote.packed, remote.folder)
         sources["web"] = [[sys.executable, "-W", "ignore", "-c", DOWNLOAD, remote.kind]]
-        if remote.package and shutil.which("apt-get") and shutil.which("dpkg"):
-            sources["apt"] = _of_debian(remote, Path(temporary) / "apt")
         for name, commands in sources.items():
             folder = Path(temporary) / name
             folder.mkdir()
@@ -134,25 +132,13 @@ def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
             else:
                 (folder / target.name).rename(target)  # atomic: other processes see the whole folder or nothing
                 return
+    debian = remote.package and shutil.which("apt-get")
+    copy = f"Type `apt-get install {remote.package}`, or copy" if debian else "Copy"
     raise NotFetched(
-        f"{remote.kind} is not in {target.parent} and cannot be downloaded ({'; '.join(reasons)}). Copy the folder "
-        f"{target.name} from a machine that has it, and set data_dir to its place; dataset digits needs no download."
+        f"{remote.kind} is not in {target.parent} and cannot be downloaded ({'; '.join(reasons)}). {copy} "
+        f"the folder {target.name} from a machine that has it, and set data_dir to its place; dataset digits needs no "
+        f"download."
     )
-
-
-def _of_debian(remote: Remote, folder: Path) -> list[list[str]]:
-    """Return commands that get the package without root. A plain container has no package lists: they come first."""
-    # APT::Sandbox::User: otherwise apt, as root, switches to a user that can't write here
-    options = ["APT::Sandbox::User=root", "Acquire::Retries=0", f"Acquire::http::Timeout={SILENCE_S}",
-               f"Dir::State::Lists={folder}/lists", f"Dir::Cache={folder}/cache"]
-    apt = ["apt-get", *(word for option in options for word in ("-o", option))]
-    return [
-        ["mkdir", "-p", "lists/partial", "cache/archives/partial"],
-        [*apt, "update"],  # may fail for some lists: the others may be enough
-        [*apt, "download", remote.package],
-        ["sh", "-c", "dpkg -x *.deb files"],
-        *_unpack(Path(f"files{remote.packed}"), remote.folder),
-    ]
 
 
 def _unpack(packed: Path, folder: str) -> list[list[str]]:
@@ -160,8 +146,8 @@ def _unpack(packed: Path, folder: str) -> list[list[str]]:
 
 
 def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
-    """Run the commands in turn. If the last one fails, raise OSError: of a full disk, or with a text, which is apt's
-    first two errors or else the last two lines of output."""
+    """Run the commands in turn. If the last one fails, raise OSError: of a full disk, or with the last two lines of
+    output."""
     lines: list[str] = []
     for command in commands:
         done = subprocess.run(
@@ -174,8 +160,7 @@ def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
         for number in FULL:
             if os.strerror(number) in "\n".join(lines):
                 raise OSError(number, os.strerror(number))
-        errors = [line for line in lines if line.startswith(("E:", "Err:"))]
-        raise OSError(" ".join(errors[:2] or lines[-2:]) or f"{command[0]} ended with {done.returncode}")
+        raise OSError(" ".join(lines[-2:]) or f"{command[0]} ended with {done.returncode}")
 
 
 def writable_cache() -> Path:
