@@ -36,6 +36,7 @@ Run = Callable[[argparse.Namespace], int | None]
 
 RUN = option("run", "RUN", "a run's name or folder (the run that wrote last)", nargs="?")
 RUN_DIR = option("--run-dir", "DIR", "folder of all runs, or its address (%(default)s)", default=RUNS)
+HOST = option("--host", "HOST", "do it on this host, by ssh, in the same folder of your home; or HOST:FOLDER")
 JSON = option("--json", bool, "print JSON, for programs", dest="as_json")
 COMMANDS: dict[str, Parser] = {}
 
@@ -149,13 +150,28 @@ def add(given: argparse.Namespace) -> None:
     print_whole(add(given, Path(), COMMANDS["add"].parse))
 
 
+@command(
+    "[OPTIONS] FILE [ARGS...]", ("train.sbatch --lr 0.2", "--host login train.sbatch"),
+    HOST, option("--dry-run", bool, "print what it would do, and do nothing"),
+    option("-d --detach", bool, "do not follow the job"),
+    option("words", "FILE", argparse.SUPPRESS, nargs=argparse.PARSER),
+)
+def submit(given: argparse.Namespace) -> int:
+    """Send a snapshot of this folder along with a launch file, and follow the job. The file is one for Slurm,
+    Kubernetes or compose. A requeued job and a new pod run the snapshot, not what you edit meanwhile. The script gets
+    ARGS too."""
+    from rankup.submit import submit
+
+    return submit(given)
+
+
 # Watch, explain, use --------------------------------------------------------------------------------------------------
 
 
 @command(
     "[RUN] [OPTIONS]", ("", "mine --watch"),
     option("run", "RUN", default="", text="a run's name or folder (all runs, a line each)", nargs="?"),
-    RUN_DIR, option("--watch", bool, "show it again every two seconds, until the run ends"), JSON,
+    RUN_DIR, option("--watch", bool, "show it again every two seconds, until the run ends"), JSON, HOST,
 )
 def status(given: argparse.Namespace) -> None:
     """Show how runs stand. It prints steps, speed, time left, each rank, restarts and goodput, also during training. It
@@ -172,7 +188,7 @@ def status(given: argparse.Namespace) -> None:
     "[RUN] [OPTIONS]", ("mine --follow", "mine --rank 0-3 --since 10m"),
     RUN, RUN_DIR, option("--rank", "LIST", "only these ranks: 3, or 0-3,7"),
     option("--since", "TIME", "only newer lines: 10m, 2026-11-22T14:05"),
-    option("-f --follow", bool, "print new lines until Ctrl-C"), JSON,
+    option("-f --follow", bool, "print new lines until Ctrl-C"), JSON, HOST,
 )
 def logs(given: argparse.Namespace) -> None:
     """Print what all ranks wrote, by time. Equal lines of several ranks are shown as one line."""
@@ -183,7 +199,7 @@ def logs(given: argparse.Namespace) -> None:
 
 @command(
     "[RUN] [OPTIONS]", ("mine", "mine --full"),
-    RUN, RUN_DIR, option("--full", bool, "also print the stacks of all threads"),
+    RUN, RUN_DIR, option("--full", bool, "also print the stacks of all threads"), HOST,
 )
 def stacks(given: argparse.Namespace) -> None:
     """Show where each rank is now. Use it for a run that hangs: it names the ranks that are not where the others are.
@@ -337,6 +353,10 @@ def _run(name: str, words: Sequence[str]) -> int:
         if secrets_in(getattr(given, field, "")):  # otherwise the logs would contain it
             raise UserError(must_hold_no_secrets(what))
     given.runs = runs_folder(getattr(given, "run_dir", ""))
+    if getattr(given, "host", "") and name != "submit":
+        from rankup.submit.machine import run_there
+
+        run_there(given.host, [name, *COMMANDS[name].without(words, {"host"})])
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at Ctrl-C without a traceback: there is nothing to save
     return int(given.command(given) or FINISHED)

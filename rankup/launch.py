@@ -5,11 +5,13 @@ had. Imports no torch."""
 import asyncio
 import logging
 import os
+import re
 from argparse import Namespace
 from functools import partial
-from importlib import import_module
+from importlib import import_module, metadata
 from itertools import zip_longest
 from pathlib import Path
+from urllib.parse import unquote
 
 from rankup.agent.agent import Agent
 from rankup.agent.ends import what_next
@@ -21,7 +23,7 @@ from rankup.env.launchers import task_number
 from rankup.env.node_env import Limits, read_node_env
 from rankup.env.rank_env import run_name
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError, disk_errors, need
-from rankup.places.files import RUNS, read_json
+from rankup.places.files import RUNS, SNAPSHOT, read_json
 from rankup.slurm import Start
 from rankup.slurm_task import note_cause, restart_if_killed
 from rankup.state.copies import STATE, list_whole
@@ -39,6 +41,7 @@ def launch(given: Namespace) -> int:
     each part of an earlier run: the steps in which its number of ranks was the same. `given`: the parsed options.
     Returns the exit code."""
     guard()
+    own_code_first(Path.cwd())
     allocation = None if given.here or given.replay or given.node_rank is not None else read_allocation(os.environ)
     if allocation is not None:
         return Start(given, _script(given), allocation)()
@@ -115,6 +118,20 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
     if not script.imports_rankup and code not in (FINISHED, STOPPED, USER_MISTAKE) and options.run_dir.is_dir():
         log.info("%s", what_next(options.run_dir))
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
+
+
+def own_code_first(here: Path) -> None:
+    """Let a job in a snapshot of `rankup submit` import the snapshot's package, where the environment has it from the
+    user's folder (`pip install -e .`), whose files may have changed since."""
+    user = here.parents[1] if here.parent.name == ".rankup" else None
+    if user is None or not (here / SNAPSHOT).exists():
+        return
+    for each in metadata.distributions():
+        found = re.search(r'"file://([^"]+)"', each.read_text("direct_url.json") or "")
+        if found and (place := Path(unquote(found[1]))).is_relative_to(user) and place.is_dir():
+            own = here / place.relative_to(user)
+            paths = [*(str(path) for path in (own / "src", own) if path.is_dir()), os.environ.get("PYTHONPATH", "")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def _script(given: Namespace) -> Script:

@@ -218,15 +218,17 @@ class Start:
     def _command(self, words: Sequence[str]) -> list[str]:
         """Return the command that runs `rankup launch WORDS` on each node, in the image if there is one."""
         here, image = str(Path.cwd()), self.given.image
+        # A snapshot has links into the folder in which its user stands
+        seen = here.rpartition("/.rankup/")[0] or here
         if not image:
             return ["srun", *self.options, *_myself(), "launch", *words]
         # A hook of the container may give each task a rank
         inside = ["env", *(f"--unset={name}" for name in RANK_VARIABLES), "python3", "-m", "rankup", "launch", *words]
         if image.endswith(".sif"):
             nv = ["--nv"] if self.job.gpus else []
-            apptainer = ["apptainer", "exec", *nv, "--bind", f"{here},/tmp", "--pwd", here, image]
+            apptainer = ["apptainer", "exec", *nv, "--bind", f"{seen},/tmp", "--pwd", here, image]
             return ["srun", *self.options, *apptainer, *inside]
-        mounts = [f"--container-image={image}", f"--container-mounts={here}:{here}", f"--container-workdir={here}"]
+        mounts = [f"--container-image={image}", f"--container-mounts={seen}:{seen}", f"--container-workdir={here}"]
         return ["srun", *self.options, *mounts, *inside]
 
     def _start(self, *words: str, pipe: bool = False) -> "subprocess.Popen[str] | None":

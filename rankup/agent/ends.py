@@ -36,7 +36,7 @@ from rankup.errors import (
     root_cause,
     worth_restarting,
 )
-from rankup.places.files import read_json, write_atomically, write_json
+from rankup.places.files import read_json, snapshot_here, write_atomically, write_json
 from rankup.places.lease import Lease
 from rankup.timing import HEALTHY_S, VICTIM_LATER_S
 
@@ -274,7 +274,7 @@ class StatusFile:
         summary = {
             "attempt": self.attempt, "state": "running" if code is None else _state_of(code),
             "world_size": self.world_size, "code": code, "why": why, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "ranks": {str(end.rank): end.entry() for end in ends},
+            "ranks": {str(end.rank): end.entry() for end in ends}, **snapshot_here(),
         }
         if code == USER_MISTAKE and not self.begun and self._ended is not None:
             summary = self._ended

@@ -5,5 +5,9 @@ manifest for Kubernetes. The user owns them.
 header with the command that made it, so that `--diff` can render it again. Nothing here imports torch.
 """
 
+import re
+
+IN_IMAGE = "/work"  # the repository in an image; its runs/ is a link to /runs, where launch files mount the runs
+HEADER = re.compile(r"^# (rankup add .+)$", re.MULTILINE)  # of each file that the command wrote
 KINDS = ("compose", "slurm", "k8s")  # what the command can write
 JOB_KINDS = ("job", "pytorchjob", "jobset", "trainjob")  # of a manifest

@@ -18,10 +18,9 @@ import jinja2
 
 from rankup.agent.script import Script
 from rankup.errors import UserError
-from rankup.files import JOB_KINDS, KINDS
+from rankup.files import HEADER, IN_IMAGE, JOB_KINDS, KINDS
 from rankup.files.k8s import k8s_variables, same_name
 from rankup.files.repository import (
-    HEADER,
     NEEDS_GIT,
     PIP,
     Origin,
@@ -37,7 +36,6 @@ from rankup.files.repository import (
 )
 from rankup.places.files import staged
 
-IN_IMAGE = "/work"  # the repository in an image; its runs/ is a link to /runs, where launch files mount the runs
 Parse = Callable[[Sequence[str]], Namespace]
 
 # Where launch files may stand, for `rankup add --diff`

@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from rankup.errors import UserError
+from rankup.files import HEADER
 
-HEADER = re.compile(r"^# (rankup add .+)$", re.MULTILINE)  # of each file that the command wrote
 LISTS = ("uv.lock", "pylock.toml", "requirements.txt", "pyproject.toml", "setup.py")  # the first one that exists counts
 # Lists that no command of ours installs
 FOREIGN_LISTS = ("environment.yml", "environment.yaml", "conda.yaml", "poetry.lock", "Pipfile.lock", "pixi.lock")

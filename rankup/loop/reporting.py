@@ -17,7 +17,7 @@ from rankup.observe.goodput import Reporter, TrainingProgress, one_line, speed
 from rankup.observe.metrics import Metrics, Position, entry
 from rankup.observe.stragglers import RankReports, StepClock
 from rankup.observe.tracker import Facts, Tracker
-from rankup.places.files import discard, write_atomically
+from rankup.places.files import discard, snapshot_here, write_atomically
 from rankup.places.lease import RESULT
 from rankup.state.copies import STATE, Check
 from rankup.state.run import Run
@@ -221,7 +221,7 @@ class Reporting:
             "metrics": {name.removeprefix("eval/"): value for name, value in (position.metrics or {}).items()},
             f"{self.progress.unit}_per_s": round(speed(group, self.progress, position.step), 1),
             "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": VERSIONS,
-            "goodput": self._reporter.goodput(), **values,
+            "goodput": self._reporter.goodput(), **snapshot_here(), **values,
         }
         self.metrics.flush()
         self.write(RESULT, json.dumps(result, indent=2) + "\n")

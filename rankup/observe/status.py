@@ -25,7 +25,7 @@ from rankup.env.rank_env import ranges
 from rankup.errors import UserError
 from rankup.observe.goodput import duration, goodput, one_line, read_reports
 from rankup.observe.logs import find_run, is_run
-from rankup.places.files import read_json
+from rankup.places.files import read_json, snapshot_text
 from rankup.timing import LONG_S, NOW_S, REPORT_S, RUN_SILENT_S
 
 MOST_RESTARTS, MOST_SETTINGS = 5, 20  # on the screen
@@ -90,6 +90,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "unit": newest.unit if newest else "", "per_s": newest.per_s if newest else None,
         "remaining_s": live.remaining_s if live and state == "running" else None,
         "metrics": newest.metrics if newest else {}, "settings": _settings(run_dir / "config.yaml"),
+        "snapshot": summary.get("snapshot", {}),
         "ranks": _ranks(summary, live, newest), "restarts": [_end(run_dir, *each) for each in earlier],
         "nodes": live.nodes if live else [],
         "goodput": goodput(reports) if any(report.total_steps or report.step for report in reports) else None,
@@ -170,7 +171,7 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
         settings = f"{len(run['settings'])} in config.yaml"
     facts = {
         "run": run["folder"], "state": _state(run), "step": _steps(run), "attempt": run["attempt"],
-        "settings": settings,
+        "snapshot": snapshot_text(**run["snapshot"]) if run["snapshot"] else "", "settings": settings,
         "metrics": ", ".join(f"{name} {value:.4g}" for name, value in sorted(shown.items())),
         "goodput": one_line(run["goodput"]) if run["goodput"] else "",
     }

@@ -21,6 +21,7 @@ from rankup.errors import UserError
 from rankup.urls import is_url
 
 OwnerCheck = Callable[[], None]
+SNAPSHOT = ".rankup.json"  # in a snapshot of `rankup submit`: what it is of
 STAGING = ".writing-"  # prefix of what the folder's owner is still writing; the next owner of the folder removes it
 
 
@@ -86,6 +87,17 @@ def read_json(path: Path) -> dict[str, Any]:
             return parse_json(file.read())
     except OSError:
         return {}
+
+
+def snapshot_here() -> dict[str, dict[str, Any]]:
+    """Return {"snapshot": its name, commit, branch, dirty} if the current folder is a snapshot of `rankup submit`."""
+    found = read_json(Path(SNAPSHOT))
+    return {"snapshot": found} if found else {}
+
+
+def snapshot_text(snapshot: str, *, commit: str = "", branch: str = "", dirty: bool = False) -> str:
+    """Return the record of a snapshot in words."""
+    return f"{snapshot}{f', {branch} at {commit[:8]}' if commit else ''}{' with changes' if dirty else ''}"
 
 
 def parse_json(content: bytes) -> dict[str, Any]:

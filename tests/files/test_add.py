@@ -12,7 +12,8 @@ import yaml
 
 from rankup import cli
 from rankup.errors import UserError
-from rankup.files.add import IN_IMAGE, rendered_again
+from rankup.files import IN_IMAGE
+from rankup.files.add import rendered_again
 from rankup.files.repository import find_origin, find_packages, python_minor
 from tests.rigs.jobs import ROOT
 

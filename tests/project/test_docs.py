@@ -40,7 +40,12 @@ FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--nt
                  # Of Slurm, its containers and apptainer
                  "--nodes", "--ntasks", "--cpus-per-task", "--kill-on-bad-exit", "--export", "--gpus-per-node",
                  "--no-kill", "--wait", "--signal", "--het-group", "--container-image", "--container-mounts",
-                 "--container-workdir", "--nv", "--bind", "--pwd", "--unset"}
+                 "--container-workdir", "--nv", "--bind", "--pwd", "--unset", "--chdir", "--parsable",
+                 # Of git, rsync and kubectl
+                 "--porcelain", "--branch", "--untracked-files", "--cached", "--others", "--exclude-standard",
+                 "--binary", "--checksum", "--copy-dest", "--all", "--format", "--local",
+                 "--ignore-not-found", "--grace-period",
+                 "--field-selector", "--tail", "--max-log-requests", "--ignore-errors", "--since-time", "--detach"}
 FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
     "set_epoch",

@@ -24,7 +24,7 @@ FOLDERS = ["setting", "config", "group", "data", "workloads", "parallel", "run",
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "seeds", "urls", "env", "places", "agent", "group", "state", "observe", "explain", "doctor",
-        "process", "loop", "job", "integrations", "slurm_task", "slurm", "launch", "files", "options",
+        "process", "loop", "job", "integrations", "slurm_task", "slurm", "launch", "files", "submit", "options",
         "cli", "wheel", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
@@ -193,9 +193,9 @@ def code_and_messages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_schedulers_are_named_only_in_env() -> None:
-    # explain reads the output of all schedulers, files writes their launch files, launch uses a whole allocation of
-    # Slurm, and the command line describes all of these
-    names = ("env", "explain", "files", "slurm.py", "slurm_task.py", "cli.py", "launch.py")
+    # explain reads the output of all schedulers, files writes their launch files and submit submits them, launch uses a
+    # whole allocation of Slurm, and the command line describes all of these
+    names = ("env", "explain", "files", "submit", "slurm.py", "slurm_task.py", "cli.py", "launch.py")
     homes = {ROOT / "rankup" / name for name in names}
     assert all(home.exists() for home in homes)
     others = [path for path in files() if not homes & {path, *path.parents}]

@@ -15,13 +15,13 @@ from typing import Any
 
 import psutil
 
-from rankup.files.add import IN_IMAGE
+from rankup.files import IN_IMAGE
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import FOREIGN, ROOT, environ_of, last_step, result, wait_for
 
 # Variables of compose.yaml that a user's shell or .env may set
 SETTINGS = ("ARGS", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "TMP", "MEMORY", "RESTART", "COMPOSE_PROFILES",
-            "COMPOSE_FILE")
+            "COMPOSE_FILE", "CONTEXT")
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.files.add import IN_IMAGE
+from rankup.files import IN_IMAGE
 from tests.rigs.containers import Project, clean_environment, digest_by_forks, docker, project, wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT

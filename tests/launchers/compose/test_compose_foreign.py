@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.files.add import IN_IMAGE
+from rankup.files import IN_IMAGE
 from tests.rigs.containers import Project, project
 from tests.rigs.foreign_scripts import FOLDER, Once, expected, result_of
 from tests.rigs.fork_server import Forks

@@ -1,0 +1,71 @@
+# What `rankup submit` does in the folder of a job, here or over ssh: sh -s with ACTION FOLDER WORDS as arguments.
+# FOLDER/.rankup/NAME is a snapshot. What it lacks, such as runs/, .venv and data, it has as links into FOLDER.
+action=$1 folder=$2
+shift 2
+
+whole() { (cd "$1" && sha256sum --quiet -c .rankup.sum) > /dev/null 2>&1; }
+
+written() { # SNAPSHOT: files that a job wrote beside its code
+  (cd "$1" && find . -name __pycache__ -prune -o -type f ! -name .rankup.sum ! -name '.slurm-*' -print |
+    cut -c3- | while IFS= read -r file; do cut -c67- .rankup.sum | grep -Fxq "$file" || echo "$file"; done)
+}
+
+link() { # SNAPSHOT: link what it lacks
+  (cd "$folder" && top=$(pwd -P) && cd ".rankup/$1" || exit
+    find . -type d | while IFS= read -r place; do
+      for each in "$top/$place"/* "$top/$place"/.[!.]*; do
+        name=${each##*/}
+        case $name in .git | .rankup | .slurm-* | slurm-*.out | __pycache__) continue ;; esac
+        [ ! -e "$each" ] || [ -e "$place/$name" ] || [ -L "$place/$name" ] || ln -s "$each" "$place/$name" || exit
+      done
+    done)
+}
+
+prune() { # keep the newest five snapshots, those of jobs, and those that jobs have written to
+  find . -maxdepth 1 -name '.sending-*' -mtime +0 -exec rm -rf {} +
+  used=
+  ! command -v squeue > /dev/null || used=$(squeue -h -t all -u "$(id -un)" -o %Z) || return
+  ls -td [0-9a-f]*/ | tail -n +6 | while IFS=/ read -r name; do
+    case $used in *"/.rankup/$name"*) continue ;; esac
+    ! whole "$name" || [ -n "$(written "$name")" ] || rm -rf "$name"
+  done
+}
+
+case $action in
+  find) # NAME OUTPUTS...: say whether the snapshot is here, under which name, and how to send it
+    mkdir -p "$folder" && cd "$folder" && name=$1 && shift && mkdir -p runs .rankup "$@" && cd .rankup || exit
+    [ -e .gitignore ] || echo '*' > .gitignore
+    number=1 first=$name
+    while [ -e "$name" ] && ! whole "$name"; do # a job has changed files of its snapshot
+      number=$((number + 1)) name=$first-$number
+    done
+    [ ! -e "$name" ] || { touch "$name" && link "$name" && echo "have $name"; exit; }
+    command -v rsync > /dev/null && tool=rsync || tool=tar
+    echo "need $name $tool $(ls -td [0-9a-f]*/ 2> /dev/null | head -1)"
+    ;;
+  name) # SENT NAME: the last step, so that nobody finds a part of a snapshot
+    cd "$folder/.rankup" || exit
+    whole "$1" || { echo "it did not arrive whole." >&2; exit 1; }
+    # Another submit may have been faster
+    touch "$1" && mv -T "$1" "$2" 2> /dev/null || { rm -rf "$1"; whole "$2"; } && link "$2"
+    ;;
+  sbatch) # NAME WORDS...: print the job's id, then what Slurm knows of it
+    cd "$folder/.rankup/$1" && shift && job=$(sbatch --parsable "$@") || exit
+    job=${job%%;*}
+    echo "$job"
+    scontrol show job "$job"
+    cd "$folder/.rankup" && prune
+    true # the job is submitted
+    ;;
+  look) # JOB OUTPUT OFFSET ASK: the job's state if ASK is 1, then what its output file has from OFFSET on
+    state=
+    [ "$4" = 0 ] || state=$(squeue -h -t all -j "$1" -o '%T %r' 2> /dev/null)
+    echo "$state"
+    [ ! -e "$2" ] || tail -c "+$3" "$2"
+    ;;
+  end) # JOB SNAPSHOT: what Slurm knows of the job, then the files that it wrote beside its code
+    scontrol show job "$1"
+    echo "written="
+    cd "$folder/.rankup" && written "$2" | head -20
+    ;;
+esac
