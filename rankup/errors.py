@@ -60,6 +60,12 @@ class Stopped(ExpectedError):
     code = STOPPED
 
 
+class Finished(Stopped):
+    """The run had finished before this start, and nothing is left to do. Exit code 0."""
+
+    code = FINISHED
+
+
 def root_cause(codes: Sequence[int]) -> int:
     """Return the exit code among several that says why a job ended; 0 if all are 0.
 

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from rankup.env.rank_env import array_task
-from rankup.errors import UserError, need
+from rankup.errors import Finished, UserError, need
 from rankup.group.group import Group
 from rankup.loop.changes import as_yaml, differing, settings_of
 from rankup.loop.job import Job
@@ -48,7 +48,7 @@ def init(
     compare_every_steps: int | None = None, tensorboard: bool = True, join_timeout_s: float = 300.0,
     setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0, save_timeout_s: float = 600.0,
     memory_every_steps: int | None = None, settings: Any = None, may_change: Collection[str] = (), store: str = "",
-    mirror: str = "", tracker: str = "none", save: str = "auto",
+    mirror: str = "", tracker: str = "none", save: str = "auto", again: bool = False,
 ) -> "Job":
     """Meet the other ranks, take ownership of the run, and return the job. Call it once, before you build the model.
 
@@ -61,6 +61,8 @@ def init(
     number of this task.
     `device`: "auto" (the accelerator of this local rank, else the CPU), "cpu", "cuda" or "cuda:1".
     `fresh`: move the earlier run's files aside and start from the beginning. Restarts of the same launch still resume.
+    `again`: if the run has finished, run the code after the loop once more. By default the job ends where the loop
+    would begin, with one line and code 0. With more epochs or steps than before, it trains these.
     `save_every_steps`: None saves at the end of each epoch, or every 1,000 steps without `job.epochs`. 0 saves only in
     `job.save`, at a stop and at the end.
     `settings`: what must not change by accident, such as `vars(args)`: a dict, or an object with attributes. The
@@ -106,6 +108,8 @@ def init(
             )
 
     options = {name: value for name, value in given.items() if name != "join_timeout_s"}
+    # `job.finish` writes the result. A restart of the same launch repeats the code after the loop, which was cut off
+    options["finished"] = lambda newest, result: result.get("step") == newest.step and not group.restarted
     chosen = Settings(**{**options, "store": store or address}, check=check, shown=settings)
     program.start(run, guarded=False, stacks=True)
     if task is not None:
@@ -259,7 +263,10 @@ class ExitHandler:
         """End this process after `error`, with os._exit, because torch's own teardown may wait for a dead rank."""
         self._pid = 0
         try:
-            self.stack.__exit__(type(error), error, error.__traceback__)
+            if isinstance(error, Finished):
+                self.stack.close()
+            else:
+                self.stack.__exit__(type(error), error, error.__traceback__)
         except BaseException as failure:  # the group raises the cause, if that is another rank
             error = failure
         self.program.exit(self.program.end(error))

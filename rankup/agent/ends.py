@@ -241,7 +241,8 @@ class Report:
 
 class StatusFile:
     """The file `status.json` of a run, which rank 0 writes. `attempt`: the attempt's id; all ranks adopt rank 0's.
-    `begun`: the run has begun or resumed. Before that, a user's mistake does not replace an earlier attempt's end."""
+    `begun`: the run has begun or resumed. Before that, a user's mistake does not replace an earlier attempt's end, and
+    nothing replaces that of a finished run."""
 
     def __init__(self, run_dir: Path, rank_env: RankEnv) -> None:
         self.run_dir = run_dir
@@ -276,7 +277,8 @@ class StatusFile:
             "world_size": self.world_size, "code": code, "why": why, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "ranks": {str(end.rank): end.entry() for end in ends}, **snapshot_here(),
         }
-        if code == USER_MISTAKE and not self.begun and self._ended is not None:
+        untouched = code == USER_MISTAKE or (code and self._ended and self._ended["state"] == "finished")
+        if untouched and not self.begun and self._ended is not None:
             summary = self._ended
         with contextlib.suppress(OSError, PeerLost):  # PeerLost: another attempt owns the run by now
             write_json(self.run_dir / "status.json", summary, check=self.owner.check if self.owner else None)

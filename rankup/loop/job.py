@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankup.errors import Stopped, UserError
+from rankup.errors import Finished, Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop import trained
 from rankup.loop.agreement import Agreement
@@ -59,6 +59,11 @@ class Job:
     def epoch(self) -> int:
         """The epoch that `job.epochs` is in, from 0; always 0 without `job.epochs`."""
         return self.loop.epoch
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run had finished before this start, and nothing has continued it since."""
+        return self.run.finished
 
     @property
     def step_number(self) -> int:
@@ -180,8 +185,11 @@ class Job:
         with a save, unless `save_every_steps` of `rankup.init` is set.
 
         If the copy was made after the last batch of an epoch, a resume repeats the code after the loop over batches,
-        such as an evaluation. Raises Stopped, after a save, if the job was asked to stop.
+        such as an evaluation. Raises Stopped, after a save, if the job was asked to stop, and Finished if an earlier
+        start has finished the run and no epoch is left, unless `rankup.init` got `again`.
         """
+        if self._nothing_left(self.epoch >= count):
+            return
         self.begin()
         self.loop.has_epochs = True
         while self.epoch < count:
@@ -203,8 +211,10 @@ class Job:
         """Iterate over the steps of a run of `total` steps, from the first unfinished one. Yields the number of steps
         finished so far. Use it in a loop that has no epochs and no loader, or whose batches depend only on the step.
 
-        The body enters `job.step` once per pass. Raises Stopped, after a save, if the job was asked to stop.
+        The body enters `job.step` once per pass. Raises Stopped and Finished as `epochs` does.
         """
+        if self._nothing_left(self.step_number >= total):
+            return
         self.begin()
         self.progress.total = total
         self.loop.running.append("steps")
@@ -220,6 +230,22 @@ class Job:
         finally:
             self.loop.running.remove("steps")
         self.loop_is_over = True
+
+    def _nothing_left(self, over: bool) -> bool:
+        """Return whether a finished run is `over`, so that the loop may not begin. Raises Finished unless `again`."""
+        if not (self.finished and over):
+            return False
+        if not self.settings.again:
+            raise Finished(self._no_step_left())
+        self.loop_is_over = True
+        return True
+
+    def _no_step_left(self) -> str:
+        return (
+            f"no step was left to train, all {self.step_number} are done: {self.run_dir}/; rankup status "
+            f"{self.run_dir}. To train anew give another run or fresh=True. rankup.init(again=True) runs only the code "
+            "after the loop"
+        )
 
     def batches(self, loader: Any, *, any_order: bool = False, prefetch: int = 0) -> Batches:
         """Iterate over this rank's part of each batch of `loader`. After a resume, start at the next unfinished batch.
@@ -304,7 +330,7 @@ class Job:
             self._wrappers.adopt(late=late, begun=self._begun)
         if self._begun:
             return
-        self._begun = True
+        self._begun, self.run.finished, self.group.status.begun = True, False, True
         self._same_names([])
         self._wrappers.warn_of_hooks()
         group, run, step = self.group, self.run, self.position.step
@@ -406,14 +432,15 @@ class Job:
 
         You may omit it if the loop over `job.epochs` or `job.steps` has ended: rankup then calls it when Python ends.
         """
-        self.begin()
-        self.group.watch.settle()
-        self.save(wait=True)
+        finished = self.finished  # by an earlier start, and nothing has continued it
+        if not finished:
+            self.begin()
+            self.group.watch.settle()
+            self.save(wait=True)
         self.group.watch.enter("end", self.settings.save_timeout_s, step=self.position.step)
         if self._exit_handler is not None:
-            if self.is_main:
-                steps, anew = self.step_number, ". To train anew give another run or fresh=True"
-                again = steps == self.progress.first_step > 0 and not self.group.restarted
-                done = f"no step was left to train, all {steps} are done" if again else f"finished after {steps} steps"
-                self.group.log.info(f"{done}: {self.run_dir}/; rankup status {self.run_dir}{anew if again else ''}")
+            if not finished:  # the result shows a later start that the run has finished
+                self.group.on_rank0(lambda: self.reporting.result() and None)
+            done = f"finished after {self.step_number} steps: {self.run_dir}/; rankup status {self.run_dir}"
+            self.group.log.info(self._no_step_left() if finished else done)
             self._exit_handler.close()

@@ -106,7 +106,8 @@ class Settings(Options):
     """The arguments of `rankup.init`, and options for a program that opens its job itself.
 
     `share_all`: all ranks get rank 0's buffers for all modules, not only for modules in DDP. `tracker`: "mlflow",
-    "wandb" or "none". `shown`: the settings that the tracker gets. `may_change`: see `rankup.init`.
+    "wandb" or "none". `shown`: the settings that the tracker gets. `may_change`, `again`: see
+    `rankup.init`.
     """
 
     seed: int
@@ -117,6 +118,7 @@ class Settings(Options):
     share_all: bool = False
     tracker: str = "none"
     shown: dict[str, Any] = field(default_factory=dict)
+    again: bool = False
     may_change: Collection[str] = ()
 
 
@@ -135,9 +137,7 @@ class Reporting:
         self._reporter: Reporter | None = None
         self._tracker: Tracker | None = None
         self.config = ""  # the text of config.yaml, if a script gave its settings
-        if group.is_rank0 and run.finished:
-            self._follow()  # the tracker may lack values of the finished run
-        elif group.is_rank0:
+        if group.is_rank0 and not run.finished:
             self._reporter = Reporter(group, run.lineage.run, progress)
 
     def open(self, commit: dict[str, Any], *, changed: bool) -> None:
@@ -145,6 +145,7 @@ class Reporting:
         newest membership, {} without agents. `changed`: whether the newest copy has another number of ranks."""
         # Remove an earlier result: readers would take it for the end of this run
         discard(self.group.run_dir / RESULT, check=self.run.owner.check)
+        self._reporter = self._reporter or Reporter(self.group, self.run.lineage.run, self.progress)
         self.metrics = Metrics(
             self.group.run_dir, self._position, saved=Position.of(self.run.saved),
             tensorboard=self._settings.tensorboard, check_owner=self.run.owner.check,
@@ -166,6 +167,8 @@ class Reporting:
 
     def close(self, kind: type[BaseException] | None) -> None:
         """End the attempt, with an error of type `kind` or, if None, with success. Raises UserError on a full disk."""
+        if self.group.is_rank0 and self.run.finished:
+            self._follow()  # the tracker may lack values of the finished run
         if self._reporter is not None:
             self._reporter.end(finished=kind is None)
         if self._tracker is not None:

@@ -1,7 +1,6 @@
 """Which run `rankup.init` opens: the one it names, the one that `rankup launch` names, or one in an object store."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -93,7 +92,7 @@ def test_run_of_init_may_be_in_an_object_store(by_launch: bool, s3: S3, forks: F
             line = ["launch", f"--run-dir={url}", "--name=mine"] if by_launch else ["launch"]
             words = script(tmp_path, "" if by_launch else f"'{url}/mine'")
             output = forks.ends(*line, words, cwds=[tmp_path], env=env)
-            assert "counted 3" in output
+            assert ("counted 3" in output) == (machine == "one")
     assert "no step was left to train, all 3 are done: " in output  # the second machine has found the run
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "one", "two"}
 
@@ -116,11 +115,3 @@ def test_launch_refuses_an_address_where_only_a_folder_fits(forks: Forks, tmp_pa
     assert "--work-dir must be a folder of this machine, got s3://b/x." in output
     output = forks.ends("export", "mine", "s3://b/x.pt", cwds=[tmp_path], code=2)
     assert "FILE must be a path on this machine, got s3://b/x.pt." in output
-
-
-def test_finished_run_says_that_it_trained_nothing(forks: Forks, tmp_path: Path) -> None:
-    line = ("launch", "--nproc=2", script(tmp_path), "--lr", "0.1")
-    forks.ends(*line, cwds=[tmp_path])
-    again = forks.ends(*line[:-1], "0.2", cwds=[tmp_path])
-    said = r"no step was left to train, all 3 are done: \S+/runs/job/; .* To train anew give another run or fresh=True"
-    assert len(re.findall(said, again)) == 1, again
