@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import runpy
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import NoReturn
 
 from rankup import files
 from rankup.errors import FINISHED, USER_MISTAKE, Stopped, UserError, not_installed
-from rankup.options import AddParser, Option, Parser, codes, nodes, option, ranks, shell_words, unknown_word, whole
+from rankup.options import AddParser, Option, Parser, codes, nodes, option, ranks, shell_words, unknown_command, whole
 from rankup.places.files import RUNS
 from rankup.places.files import runs_folder as runs_folder
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
@@ -71,7 +70,7 @@ IN_ALLOCATION = (
     option("--no-exclude", bool, argparse.SUPPRESS, default=None),
     option("--doctor", bool, argparse.SUPPRESS, default=None),
     option("--image", "IMAGE", argparse.SUPPRESS, default=None),
-    option("--srun-args", "WORDS", argparse.SUPPRESS, type=shlex.split, default=None),
+    option("--srun-args", "WORDS", argparse.SUPPRESS, type=shell_words, default=None),
 )
 
 
@@ -347,7 +346,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         except ModuleNotFoundError as error:
             raise UserError(f"`rankup {name}` needs {error.name}: pip install 'rankup[train]'.") from None
     if name not in COMMANDS:
-        raise UserError(f"{unknown_word('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
+        raise UserError(unknown_command(name, words, [*COMMANDS, *OF_PROGRAM]))
     given = COMMANDS[name].parse(words)
     for what, field in (("RUN", "run"), ("--run-dir", "run_dir"), ("--shared-dir", "shared_dir")):
         if secrets_in(getattr(given, field, "")):  # otherwise the logs would contain it

@@ -14,10 +14,13 @@ from rankup import files
 from rankup.errors import UserError
 
 Option = tuple[list[str], dict[str, Any]]
-ARGPARSE_SAYS = (
+QUOTES = "'\""  # argparse shows a value as Python writes it
+ARGPARSE_SAYS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"^argument (\S+?)(/\S+)?: ", r"\1 "),
     (r"expected one argument$", "must be followed by a value"),
-    (r"ignored explicit argument (.*)$", r"must have no value, got \1"),
+    (r"ignored explicit argument '(.*)'$", r"must have no value, got \1"),
+    (r"invalid choice: (.*) \(choose from (.*)\)$",
+     lambda found: f"must be one of {found[2]}, got {found[1].strip(QUOTES)}".replace("'", "")),
     (r"^the following arguments are required: (.*)$", r"\1 must be given"),
 )
 
@@ -90,6 +93,17 @@ class AddParser(Parser):
 def unknown_word(what: str, word: str, known: Sequence[str]) -> str:
     near = get_close_matches(word, known, n=1)
     return f'unknown {what} "{word}"{f"; did you mean {near[0]}?" if near else "."}'
+
+
+def unknown_command(word: str, rest: Sequence[str], known: Sequence[str]) -> str:
+    """Return what a user is told who typed `rankup WORD REST`: perhaps a script, or the command of another launcher."""
+    if word.startswith("-"):
+        return f'unknown option "{word}". Options follow a command: rankup COMMAND [OPTIONS]. See rankup --help.'
+    if Path(word).suffix in (".py", ".sh"):
+        return f"{word} is no command. This starts a script: {shlex.join(['rankup', 'launch', word, *rest])}"
+    if rest and word in ("run", "start", "exec", "torchrun", "python", "srun"):
+        return f"{word} is no command. This starts a script: {shlex.join(['rankup', 'launch', *rest])}"
+    return f"{unknown_word('command', word, known)} `rankup` lists all."
 
 
 # Values of options ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from rankup.cli import COMMANDS, OF_PROGRAM, completion, main
+from rankup.errors import UserError
 from tests.rigs.jobs import ROOT, environment
 
 
@@ -70,6 +71,9 @@ MISTAKES = {
     "lunch": 'unknown command "lunch"; did you mean launch?',
     "trian": 'unknown command "trian"; did you mean train?',
     "zzz": 'unknown command "zzz". `rankup` lists all.',
+    "train.py --lr 0.1": "train.py is no command. This starts a script: rankup launch train.py --lr 0.1",
+    "run x.py": "run is no command. This starts a script: rankup launch x.py",
+    "-v": 'unknown option "-v". Options follow a command: rankup COMMAND [OPTIONS]. See rankup --help.',
     "logs --folow": 'unknown argument "--folow"; did you mean --follow? See rankup logs --help.',
     "logs a b": 'unknown argument "b". See rankup logs --help.',
     "logs --rank": "--rank must be followed by a value. See rankup logs --help.",
@@ -97,10 +101,22 @@ MISTAKES = {
     "launch --restart-on 300 x.py": "--restart-on must be a whole number from 1 to 127, got 300.",
     "launch --max-restarts=-1 x.py": "--max-restarts must be a whole number >= 0, got -1.",
     "doctor --num-threads 0": "--num-threads must be a whole number >= 1, got 0.",
-    "logs --json=yes": "--json must have no value, got 'yes'.",
+    "logs --json=yes": "--json must have no value, got yes.",
     "export mine": "FILE must be given. See rankup export --help.",
     "status mine": "RUN must be a run in runs/ or a run's folder, got mine. There are no runs yet.",
 }
+
+
+def options_with_values() -> list[tuple[str, str]]:
+    """Return command and option of each option whose value argparse checks."""
+    return [(name, action.option_strings[0]) for name, parser in COMMANDS.items() for action in parser._actions
+            if action.option_strings and action.nargs != 0 and (action.type or action.choices)]
+
+
+@pytest.mark.parametrize(("name", "flag"), options_with_values())
+def test_wrong_value_of_each_option_is_answered_with_its_rule(name: str, flag: str) -> None:
+    with pytest.raises(UserError, match=rf"^{flag} must be (?!invalid).* got \?'?!"):
+        COMMANDS[name].parse([*(["k8s"] if name == "add" else []), f"{flag}=?'!"])
 
 
 @pytest.mark.parametrize("line", MISTAKES)
