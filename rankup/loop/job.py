@@ -13,8 +13,9 @@ from rankup.errors import Finished, Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop import trained
 from rankup.loop.agreement import Agreement
-from rankup.loop.batches import evaluation_batches, source_of
-from rankup.loop.passes import Batches, at_stop_iteration
+from rankup.loop.batches import evaluation_batches
+from rankup.loop.cycle import Cycle
+from rankup.loop.passes import Batches
 from rankup.loop.reporting import LoopState, Reporting, Settings
 from rankup.loop.saving import FROZEN, Saving
 from rankup.loop.step import Step
@@ -52,6 +53,7 @@ class Job:
         self._exit_handler: Any = None  # the `ExitHandler` of a script, see `rankup.job`
         self._batches: dict[int, Batches] = {}  # by id of the loader, for loaders used in this epoch or the last one
         self._wrappers = trained.Wrappers(group, self.tracked, self.clock)
+        self._cycles: dict[int, Cycle] = {}  # by id of the loader
         self._begun = False
         self._step = Step(self)
 
@@ -146,9 +148,9 @@ class Job:
         UserError inside a loop over `job.batches` or `job.steps`, whose code does not run again: use `job.step` there.
         """
         loop = self.loop
-        if loop.running or self._step.inside or at_stop_iteration():
+        if loop.running or self._step.inside:
             raise UserError(
-                "change: it must come after the loop over job.batches, got one inside it, in `except StopIteration`, "
+                "change: it must come after the loop over job.batches, got one inside it, "
                 "or after a loop with batches left. Move the change into the block of job.step, or finish that loop."
             )
         self.begin()
@@ -259,21 +261,27 @@ class Job:
         Raises UserError for a loader that can't be replayed (see `rankup.loop.batches`) or if ranks draw different
         orders. Raises Stopped, after a save, if the job was asked to stop.
         """
-        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-            raise UserError(f"batches: prefetch must be a whole number of batches >= 0, got {prefetch!r}.")
-        if id(loader) not in self._batches:
-            source = source_of(
-                loader, self.rank, self.world_size, any_order=any_order, device=self.device
-            )
-            if source.stateful and not source.in_process:
-                self.group.log.info(
-                    "batches  a resume changes the random numbers that this loader's workers draw, unless the loader's "
-                    "state holds them: keep a generator in the state of the data set"
+        if id(loader) not in self._batches:  # the entry keeps the loader alive, so that its id stays unique
+            self._batches[id(loader)] = Batches.of(self, loader, any_order)
+        return self._batches[id(loader)].ahead(prefetch)
+
+    def cycle(self, loader: Any, *, any_order: bool = False, prefetch: int = 0) -> Cycle:
+        """Iterate over `loader` without end, beginning it again whenever it ends: `it = job.cycle(loader)` above the
+        loop, and `next(it)` inside a loop over `job.steps` or `job.batches`. A resume goes on with the next batch.
+
+        The arguments are those of `job.batches`. Each pass has an order of its own, from the seed and the number of the
+        pass; epochs do not matter. A second call with the same loader returns the same cycle. Raises UserError after
+        the first step for a new loader, and as `job.batches` does.
+        """
+        if id(loader) not in self._cycles:
+            if self._begun:
+                raise UserError(
+                    "cycle: it must be called before the first step, got a call with a new loader. A resume would not "
+                    "know how far that loader was: build it once, and call job.cycle above the loop."
                 )
-            self._batches[id(loader)] = Batches(self, source)  # keeps the loader alive, so that its id stays unique
-        found = self._batches[id(loader)]
-        found.prefetch = prefetch
-        return found
+            batches = Batches.of(self, loader, any_order).ahead(prefetch)
+            self._cycles[id(loader)] = Cycle(self, batches, len(self._cycles))
+        return self._cycles[id(loader)]
 
     def eval_batches(self, loader: Any, *, pad: bool = False) -> Iterator[Any]:
         """Iterate over the batches of an evaluation. The ranks take batches in turn: together they get each sample of
@@ -319,6 +327,7 @@ class Job:
         loop.changes_to_repeat = 0  # this attempt has repeated all blocks of job.change before this commit
         position.epoch, position.streams, position.loaders = loop.epoch, [*loop.streams], [*loop.loaders]
         position.traces = [*loop.traces]
+        position.cycles = [[each.passes, each.batches, each.trace] for each in loop.cycles]
         self.saving.loader_states = loop.loader_states()
         self.tracked.commit()
 

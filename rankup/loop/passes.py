@@ -4,16 +4,16 @@ finished steps, and checks that the loader still gives the batches that it gave 
 import sys
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from itertools import chain, count
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._pytree import tree_map
 
 from rankup.errors import UserError
-from rankup.loop.batches import END, NO_ORDER, Source, Split
+from rankup.loop.batches import END, NO_ORDER, Source, Split, source_of
 from rankup.loop.generators import KNOWN
 from rankup.loop.reporting import OVER
 from rankup.loop.trace import Trace, digest_of, digests_of_data
@@ -29,24 +29,29 @@ FETCHED_AHEAD = (
 )
 
 
-def at_stop_iteration() -> bool:
-    """Return whether the user's `except StopIteration` block is running. A resumed loop runs that block once for all
-    finished passes, so rankup can't tell after which of these passes the block runs."""
-    return isinstance(sys.exc_info()[1], StopIteration)
-
-
 class Batches:
     """What `job.batches` returns. Iterate over it once per epoch. `len()` is the number of batches in a whole epoch."""
 
     def __init__(self, job: Any, source: Source) -> None:
         """`job`: a `rankup.loop.job.Job`, whose module imports this one."""
-        self._job, self._source, self._weight, self._said = job, source, 1.0, set[str]()
+        self._job, self.source, self._weight, self._said = job, source, 1.0, set[str]()
         self.prefetch = 0  # how many batches are copied to the device ahead of the one that the loop gets
         self._stream: Any = None  # the GPU's stream for these copies
         self._generators: set[str] | None = None  # paths of those that were there before the first pass
 
+    @classmethod
+    def of(cls, job: Any, loader: Any, any_order: bool) -> Self:
+        """Return the batches of a user's loader. Raises UserError for a loader that can't be replayed or split."""
+        source = source_of(loader, job.rank, job.world_size, any_order=any_order, device=job.device)
+        if source.stateful and not source.in_process:
+            job.group.log.info(
+                "batches  a resume changes the random numbers that this loader's workers draw, unless the loader's "
+                "state holds them: keep a generator in the state of the data set"
+            )
+        return cls(job, source)
+
     def __len__(self) -> int:
-        return len(self._source.loader)
+        return len(self.source.loader)
 
     @property
     def weight(self) -> float:
@@ -55,9 +60,22 @@ class Batches:
         return self._weight
 
     def __iter__(self) -> Iterator[Any]:
-        # After a resume a finished pass has no batches left: `for` ends at once, `except StopIteration` skips the pass
-        while not (yield from self._pass()) and at_stop_iteration():
-            pass
+        # After a resume a finished pass has no batches left. `for` ends at once, but code that calls `next` and begins
+        # the loader again would take the next batch of a pass that it has begun only once
+        loop = self._job.loop
+        if isinstance(sys.exc_info()[1], StopIteration) or ("steps" in loop.running and self in loop.begun):
+            raise UserError(
+                "batches: a loader that begins again inside a loop must be read by job.cycle, got another iter(). "
+                "Write `it = job.cycle(loader)` above the loop, and only `next(it)` inside."
+            )
+        return self._pass()
+
+    def ahead(self, prefetch: int) -> Self:
+        """Return this object, which from the next pass on copies this many batches ahead to the device."""
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+            raise UserError(f"batches: prefetch must be a whole number of batches >= 0, got {prefetch!r}.")
+        self.prefetch = prefetch
+        return self
 
     def warn_of_steps_without_batch(self) -> None:
         """Say what a step means that follows a short pass and has got no batch, where earlier steps got several."""
@@ -72,7 +90,7 @@ class Batches:
     def _begin_generators(self) -> None:
         """Say which generators rankup seeds, before the first pass. One that each rank has seeded for itself gets a
         seed for each rank; one that is equal on all ranks may order what the ranks share."""
-        source, group = self._source, self._job.group
+        source, group = self.source, self._job.group
         source.begin_epoch(self._job.epoch)
         self._generators = source.generators
         if group.world_size > 1 and not isinstance(source, Split):
@@ -93,18 +111,37 @@ class Batches:
                 "batch or sample, so a resume is exact. The numbers differ from those of plain PyTorch"
             )
 
-    def _open(self, number: int, state: Any, trace: Trace) -> Iterator[tuple[Any, float]]:
-        """Return an iterator over the pass's batches behind those of finished steps, with their weights. Raises
-        UserError if a batch that is loaded again is another one now."""
-        job, source, loop, group = self._job, self._source, self._job.loop, self._job.group
-        seed, done, step = derive_seed(job.settings.seed, loop.epoch, number), loop.streams[number], job.position.step
+    def open(self, seed: int, epoch: int, done: int, known: int | None, state: Any) -> Iterator[tuple[Any, ...]]:
+        """Return an iterator over a pass's batches behind the `done` ones of finished steps, for `take`. All ranks call
+        this. `known`: the trace of those batches. `state`: the loader's state after them.
+
+        Raises UserError if a batch that is loaded again is another one now, or if ranks draw different orders."""
+        source, trace = self.source, Trace(rolls=not isinstance(self.source, Split))
         if self._generators is None:
             self._begin_generators()
+        pairs = self._open(seed, epoch, done, known, state, trace)
+        if new := sorted(source.generators - (self._generators or set())):
+            self._warn(
+                f"{source.name()} made the generator {new[0]} during a pass, so a resume changes its numbers. Make it "
+                "before the first pass, in __init__"
+            )
+        if order := source.fingerprint:
+            self._job.group.must_match("batches: the order of the samples", order, remedy=(
+                "A sampler must draw the same order on all ranks, or split the data as DistributedSampler does."
+            ))
+        return self._fetch(pairs, trace, done // source.stride)
+
+    def _open(
+        self, seed: int, epoch: int, done: int, known: int | None, state: Any, trace: Trace
+    ) -> Iterator[tuple[Any, float]]:
+        """Return an iterator over the batches with their weights."""
+        job, source, loop, group = self._job, self.source, self._job.loop, self._job.group
+        step = job.position.step
         if not done:
             if step == job.progress.first_step > 0 and source.replays and not source.stateful:
-                return self._open_twice(seed)
-            return source.open(seed, epoch=loop.epoch, skip=0, state=state)
-        known, resized = loop.traces[number], loop.ranks_before != job.world_size
+                return self._open_twice(seed, epoch)
+            return source.open(seed, epoch=epoch, skip=0, state=state)
+        resized = loop.ranks_before != job.world_size
         own = not resized and loop.rank_before == job.rank  # whether `known` is about this rank's batches
         if resized and source.stride > 1 and isinstance(source, Split) and source.whole is None:
             raise UserError(
@@ -125,7 +162,7 @@ class Batches:
             trace.value = None
             compares = known is not None and not resized  # all ranks load it: workers then get the same batches on each
             pairs = source.open(
-                seed, epoch=loop.epoch, skip=done, state=state, look=look if compares else None, moves=moves
+                seed, epoch=epoch, skip=done, state=state, look=look if compares else None, moves=moves
             )
             if compares and own and trace.value != known:
                 self._warn(f"{source.name()} {OTHER_BATCH}")
@@ -133,7 +170,7 @@ class Batches:
             replays = source.replays and not (source.stateful and state is not None)
             if replays:
                 group.log.info(f"batches  loading again the {done} batches of this epoch's finished steps")
-            pairs = source.open(seed, epoch=loop.epoch, skip=done, state=state, look=look)
+            pairs = source.open(seed, epoch=epoch, skip=done, state=state, look=look)
             if replays and known is not None and (own or resized) and trace.value != known:
                 raise UserError(self._other_batches(resized=resized))
             if not replays:
@@ -154,15 +191,15 @@ class Batches:
         self._job.group.barrier()
         self._job.enter_step()
 
-    def _open_twice(self, seed: int) -> Iterator[tuple[Any, float]]:
+    def _open_twice(self, seed: int, epoch: int) -> Iterator[tuple[Any, float]]:
         """Return what `open` returns at the beginning of an epoch, in an attempt that resumes there: nothing shows what
         the earlier attempt's loader would yield, but one with a generator or a counter of its own yields something else
         each time. Raises UserError, or warns, if the first batch is another one the second time."""
-        source, loop = self._source, self._job.loop
+        source = self.source
         self._enter_replay()
         firsts = []
         for _ in range(2):
-            pairs = source.open(seed, epoch=loop.epoch, skip=0, state=None)
+            pairs = source.open(seed, epoch=epoch, skip=0, state=None)
             firsts.append(next(pairs, (END, 1.0)))
         if len({digest_of(batch) for batch, _ in firsts}) > 1:
             if not isinstance(source, Split):
@@ -175,7 +212,7 @@ class Batches:
         """Iterate over the batches of `pairs`, each with its weight and what a copy holds once the loop has got it: the
         trace, and the loader's state. A copy knows nothing of batches that are fetched ahead, so a resume begins with
         them. `first`: the number of the first batch in the pass."""
-        source, ahead = self._source, deque[tuple[Any, ...]]()
+        source, ahead = self.source, deque[tuple[Any, ...]]()
         for number, (batch, weight) in zip(count(first), pairs):
             value = trace.add(number, batch)  # before the copy: it can't read the device's memory
             if not self.prefetch:
@@ -214,7 +251,7 @@ class Batches:
         return batch, *more
 
     def _other_batches(self, *, resized: bool) -> str:
-        name, before = self._source.name(), self._job.loop.ranks_before
+        name, before = self.source.name(), self._job.loop.ranks_before
         if resized:
             return (
                 f"batches: {name} must give every rank the same batches to go on with {self._job.world_size} ranks "
@@ -226,24 +263,63 @@ class Batches:
             f"the epoch (set_epoch), or give the loader state_dict and load_state_dict. {NO_ORDER}"
         )
 
-    def _pass(self) -> Generator[Any, None, bool]:
-        """Yield the batches of the next pass. Returns False if the copy already had all of them."""
-        # Look up here what each step needs: during a step, the CPU's caches are cold
-        job, source, loop, group, clock = self._job, self._source, self._job.loop, self._job.group, self._job.clock
-        waited = group.watch.clock.wait_for_data
-        if threading.get_ident() != job.thread:
+    def begin(self) -> None:
+        """Prepare the first step, before this thread begins a pass."""
+        if threading.get_ident() != self._job.thread:
             raise UserError(
                 "batches: they must be read in the thread that called rankup.init, got another one. A thread that "
                 "fetches ahead loses its batches at each stop: let the DataLoader do it (num_workers)."
             )
-        job.begin()
-        known = len(loop.streams)
-        again = at_stop_iteration()
-        if again and loop.begun and self not in loop.begun and not loop.has_epochs:
-            raise UserError(
-                "batches: `except StopIteration` must restart a loader that was used before, got a new one, which "
-                "has no place in a resumed run. Build the loader once, above the loop."
+        self._job.begin()
+
+    def take(self, fetches: Iterator[tuple[Any, ...]]) -> tuple[Any, int | None] | None:
+        """Return the next batch of an open pass and the trace of the batches so far, or None at the end of the pass.
+        Raises Stopped, after a save, if the job was asked to stop."""
+        job, loop = self._job, self._job.loop
+        if loop.fetched:  # this check also refuses a loop without any job.step
+            job.tracked.check_unchanged(after_epoch=loop.epoch != job.position.epoch)
+        elif job.group.stops_before(job.position.step):
+            raise job.save_and_stop()
+        job.clock.start()
+        found = next(fetches, None)
+        job.group.watch.clock.wait_for_data(job.clock.has_batch())
+        if found is None:
+            return None
+        batch, self._weight, trace, self.source.state = found
+        loop.weight = loop.batch_weight = self._weight
+        loop.fetched += 1
+        job.group.record.batches += 1
+        job.reseed()
+        return batch, trace
+
+    def note_step(self, step: int, taken: list[int]) -> None:
+        """Look at what the loop did with the batch that it got after this step, and warn of code that fetches ahead.
+        `taken`: how many batches each of the first three steps took; the last entry counts those of the next step."""
+        loop, now = self._job.loop, self._job.position.step
+        taken[-1] += 1
+        if now > step:
+            if now > step + 1 and loop.running[0] is self:
+                self._warn(
+                    "a batch took several steps, and a resume between them starts with the next batch. Put them into "
+                    "one block of job.step"
+                )
+            if len(taken) == 3 and taken[0] > taken[1] == taken[2]:
+                self._warn(f"the first step took {taken[0]} batches, and the next ones {taken[1]}. {FETCHED_AHEAD}")
+            if len(taken) <= 3:
+                taken.append(0)
+            taken[-1] = 0
+        if self._weight != 1.0 and not loop.weight_asked:
+            loop.weight_asked = True  # log once
+            self._job.group.log.info(
+                f"batches  {self._job.group.world_size} ranks do not divide a batch equally: multiply the loss by "
+                "job.weight, or the gradients are not exactly those of the whole batch"
             )
+
+    def _pass(self) -> Iterator[Any]:
+        """Yield the batches of the next pass, none if the copy already had all of them."""
+        job, source, loop, position = self._job, self.source, self._job.loop, self._job.position
+        self.begin()
+        known = len(loop.streams)
         if loop.left_after:
             self._warn(
                 f"the loop left its last pass after {loop.left_after} batches. If it counts batches in a variable, as "
@@ -251,51 +327,24 @@ class Batches:
             )
             loop.left_after = None
         number, state = loop.begin_pass(self, source)
-        if number and not (again or loop.running or loop.fetched or loop.has_epochs):  # code ran after the last pass
+        if number and not (loop.running or loop.fetched or loop.has_epochs):  # code ran after the last pass
             job.tracked.check_unchanged(after_epoch=True)
             with job.commit_lock:
                 if number < known:  # that code has run a second time, and the copy already holds its changes
                     job.tracked.undo_schedules()
                 else:
                     job.commit()
-        skip, trace = loop.streams[number], Trace(rolls=not isinstance(source, Split))
-        pairs = self._open(number, state, trace) if skip != OVER else iter(())
-        if self._generators is not None and (new := sorted(source.generators - self._generators)):
-            self._warn(
-                f"{source.name()} made the generator {new[0]} during a pass, so a resume changes its numbers. Make it "
-                "before the first pass, in __init__"
-            )
-        if order := source.fingerprint:
-            group.must_match("batches: the order of the samples", order, remedy=(
-                "A sampler must draw the same order on all ranks, or split the data as DistributedSampler does."
-            ))
-        position, streams, record, stride = job.position, loop.streams, group.record, source.stride
-        fetches = self._fetch(pairs, trace, skip // stride)
-        fetched, taken = 0, list[int]()  # batches since the last step, and how many the first three steps took
-        first_step, loop.may_hold = position.step, None
+        streams, sources, traces, stride = loop.streams, loop.sources, loop.traces, source.stride
+        skip, fetches = streams[number], iter(())
+        if skip != OVER:
+            seed = derive_seed(job.settings.seed, loop.epoch, number)
+            fetches = self.open(seed, loop.epoch, skip, traces[number], state)
+        taken, first_step, loop.may_hold = [0], position.step, None
         loop.running.append(self)
         try:
-            while True:
-                if loop.fetched:  # this check also refuses a loop without any job.step
-                    job.tracked.check_unchanged(after_epoch=loop.epoch != position.epoch)
-                elif group.stops_before(position.step):
-                    raise job.save_and_stop()
-                clock.start()
-                found = next(fetches, None)
-                waited(clock.has_batch())
-                if found is None:
-                    if source.uneven:
-                        group.end_pass(streams[number] // stride)
-                    job.reseed_outside(number + 1)
-                    held = (streams[number] - skip) // stride > position.step - first_step and len(taken) < 3
-                    loop.may_hold = self if held else None
-                    return streams[number] != skip or not skip
-                batch, self._weight, loop.traces[number], source.state = found
-                loop.weight = loop.batch_weight = self._weight
-                loop.fetched += 1
-                record.batches += 1
+            while (found := self.take(fetches)) is not None:
+                batch, traces[number] = found
                 streams[number] += stride
-                job.reseed()
                 step = position.step
                 try:
                     yield batch
@@ -304,26 +353,13 @@ class Batches:
                     if loop.begun == [self] and loop.left_after is not None:
                         loop.left_after = streams[number] // stride
                     raise
-                fetched += 1
-                if position.step > step:
-                    if position.step > step + 1 and loop.running[0] is self:
-                        self._warn(
-                            "a batch took several steps, and a resume between them starts with the next batch. Put "
-                            "them into one block of job.step"
-                        )
-                    if len(taken) < 3:
-                        taken.append(fetched)
-                        if len(taken) == 3 and taken[0] > taken[1] == taken[2]:
-                            self._warn(
-                                f"the first step took {taken[0]} batches, and the next ones {taken[1]}. {FETCHED_AHEAD}"
-                            )
-                    fetched = 0
-                if self._weight != 1.0 and not loop.weight_asked:
-                    loop.weight_asked = True  # log once
-                    group.log.info(
-                        f"batches  {group.world_size} ranks do not divide a batch equally: multiply the loss by "
-                        "job.weight, or the gradients are not exactly those of the whole batch"
-                    )
+                self.note_step(step, taken)
+            if source.uneven:
+                job.group.end_pass(streams[number] // stride)
+            job.reseed_outside(number + 1)
+            held = (streams[number] - skip) // stride > position.step - first_step and len(taken) <= 3
+            loop.may_hold = self if held else None
         finally:
             streams[number], source.state = OVER, None
+            sources.pop(number, None)
             loop.running.remove(self)

@@ -27,7 +27,19 @@ from rankup.state.saver import Options
 # state: each step, epoch and sample derives its own seed. rankup refuses a copy of another format, because the resumed
 # run would silently get other weights.
 FORMAT = 12
-OVER = -1  # the number of batches of a pass that has ended; its loader's state is the one for the next pass
+OVER = -1  # the number of batches of a pass that has ended
+
+
+@dataclass
+class CyclePlace:
+    """Where a `job.cycle` is. `batches`, `trace`: of the pass that follows the finished `passes`. `state`: the loader's
+    state in the copy, until this attempt reads the cycle. `source`: from then on, what it reads."""
+
+    passes: int = 0
+    batches: int = 0
+    trace: int | None = 0
+    state: Any = None
+    source: Any = None
 
 
 class LoopState:
@@ -40,7 +52,8 @@ class LoopState:
     `job.weight`. `batch_weight`: the weight of the newest batch of `job.batches`, for `weight` after an evaluation.
     `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds.
     `left_after`: how many batches of its newest pass the loop took before it left that pass by `break`, or 0; None once
-    that was said. `may_hold`: the `Batches` of the newest pass if code may hold batches of it, see `Step`.
+    that was said. `cycles`: where each `job.cycle` is.
+    `may_hold`: the `Batches` of the newest pass if code may hold batches of it, see `Step`.
     """
 
     def __init__(self, position: Position, states: list[Any], record: dict[str, Any]) -> None:
@@ -50,6 +63,9 @@ class LoopState:
         self.rank_before, self.ranks_before = position.rank, record.get("world_size", 0)
         self.begun, self.sources, self.stateful = list[Any](), dict[int, Any](), bool(states)
         self.left = {n: states[n] if n < len(states) else None for n in range(len(self.streams))}
+        self.cycles = [CyclePlace(*place) for place in position.cycles]  # type: ignore[arg-type]
+        for place, state in zip(self.cycles, states[len(self.streams) :], strict=False):
+            place.state = state
         self.running: list[Any] = []
         self.fetched, self.weight, self.batch_weight, self.weight_asked = 0, 1.0, 1.0, False
         self.changes_to_repeat = position.changes
@@ -77,11 +93,25 @@ class LoopState:
         """Return the loaders' states by pass, None for a loader without one; [] if no loader has a state."""
         if not self.stateful:
             return []
-        said = self.left | {
-            n: (each.loader.state_dict() if each.state is None else each.state) if each.stateful else None
-            for n, each in self.sources.items()
-        }
-        return [said[number] for number in range(len(self.streams))]
+        # A pass that has ended has no state: its loader begins anew
+        said = {n: state for n, state in self.left.items() if self.streams[n] != OVER}
+        said |= {n: _state_of(each) for n, each in self.sources.items()}
+        cycles = [each.state if each.source is None else _state_of(each.source) for each in self.cycles]
+        return [*(said.get(number) for number in range(len(self.streams))), *cycles]
+
+    def begin_cycle(self, number: int, source: Any) -> tuple[CyclePlace, Any]:
+        """Begin to read this cycle. Return its place, and the loader's state there."""
+        while number >= len(self.cycles):
+            self.cycles.append(CyclePlace())
+        place = self.cycles[number]
+        place.source, self.stateful = source, self.stateful or source.stateful
+        return place, place.state
+
+
+def _state_of(source: Any) -> Any:
+    if not source.stateful:
+        return None
+    return source.loader.state_dict() if source.state is None else source.state
 
 
 VERSIONS = {"torch": str(torch.__version__), "python": platform.python_version()}

@@ -28,6 +28,8 @@ class Position:
     traces: list[int | None] = field(default_factory=list)
     rank: int = 0
     loaders: list[int] = field(default_factory=list)  # the loader of each pass, numbered in the order of first use
+    # Of each `job.cycle`: its finished passes, the batches of its newest pass, and their trace, as in `traces`
+    cycles: list[list[int | None]] = field(default_factory=list)
     changes: int = 0  # blocks of `job.change` in this epoch
 
     @classmethod

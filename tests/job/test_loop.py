@@ -342,35 +342,75 @@ def test_loop_without_epochs_resumes_in_its_newest_pass(forks: Forks, tmp_path: 
     assert said(ran(forks, tmp_path, text), "seen") == str([0, 1, 2, *range(4), *range(4)])
 
 
-def test_loaders_restarted_at_stop_iteration_resume_at_their_own_places(forks: Forks, tmp_path: Path) -> None:
+CYCLES = (
+    "import os, signal, warnings, torch, rankup\nfrom torch.utils.data import DataLoader, IterableDataset\n"
+    "from torchdata.stateful_dataloader import StatefulDataLoader\nwarnings.filterwarnings('ignore', \"'set_vital'\")\n"
+    "class Own(IterableDataset):\n    def __iter__(self):\n        yield from torch.randperm(5)\n"
+    "class Five(IterableDataset):\n    def __iter__(self):\n        yield from range(5)\n"
+    "job, seen = rankup.init('run', save_every_steps=1), []\njob.track(seen=seen)\n"
+    "own, stateful = DataLoader(Own(), batch_size=2), StatefulDataLoader(Five(), batch_size=None)\n"
+    "shuffled = DataLoader(range(12), batch_size=6, shuffle=True)\n"
+    "cycles = [*map(job.cycle, (shuffled, own, stateful))]\n"
+    "def train():\n    got = job.gather([torch.as_tensor(next(each)).tolist() for each in cycles])\n"
+    "    with job.step():\n        seen.append(got)\n    if str(job.step_number) == os.environ.get('DIE'):\n"
+    "        job.save(wait=True)\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+)
+LOOPS = {
+    "steps": "for _ in job.steps(21):\n    train()\n",
+    "epochs": "for _ in job.epochs(3):\n    for _ in job.batches(DataLoader(range(7))):\n        train()\n",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("die", [5, 7, 16])
+def test_cycles_go_on_where_each_of_them_was(forks: Forks, tmp_path: Path, once: Once, loop: str, die: int) -> None:
+    """Steps 5 and 7 are the last ones of a cycle's pass and of an epoch. It goes on over another loader's epochs."""
+    text = f"{CYCLES}{LOOPS[loop]}print('seen', seen)\njob.finish()\n"
+    (tmp_path / "whole").mkdir()
+    whole = once(f"cycles-{loop}", lambda: said(ran(forks, tmp_path / "whole", text, ranks=3), "seen"))
+    ran(forks, tmp_path, text, ranks=3, DIE=str(die), code=-signal.SIGKILL)
+    assert said(ran(forks, tmp_path, text, ranks=3), "seen") == whole
+    assert sorted(number for ranks in json.loads(whole)[:2] for first, *_ in ranks for number in first) == [*range(12)]
+
+
+AGAIN = (
+    "import rankup\njob, seen, loader = rankup.init('run'), [], [1, 2]\njob.track(seen=seen)\nit = iter(())\n"
+    "def take():\n    global it\n    try:\n        return next(it)\n    except StopIteration:\n"
+    "        it = iter(job.batches(loader))\n        return next(it)\n"
+)
+
+
+@pytest.mark.parametrize(("text", "why"), [
+    (f"{AGAIN}for _ in job.steps(4):\n    take()\n    with job.step():\n        seen.append(1)\n", "read by job.cycle"),
+    (f"{AGAIN}while True:\n    take()\n    with job.step():\n        seen.append(1)\n", "read by job.cycle"),
+    (f"{AGAIN}it = iter(job.batches(loader))\nfor _ in job.steps(4):\n    if next(it, None) is None:\n"
+     "        it = iter(job.batches(loader))\n        next(it)\n    with job.step():\n        seen.append(1)\n",
+     "read by job.cycle"),
+    (f"{AGAIN}it = job.cycle(loader)\nwhile True:\n    next(it)\n", "cycle: next must be called in a loop over"),
+    (f"{AGAIN}for _ in job.steps(4):\n    next(job.cycle(loader))\n", "cycle: it must be called before the first step"),
+    (f"{AGAIN}it = job.cycle([])\nfor _ in job.steps(4):\n    next(it)\n", "must yield a batch in each pass, got none"),
+])
+def test_loader_that_begins_again_where_a_resume_could_not_follow_is_refused(
+    forks: Forks, tmp_path: Path, text: str, why: str
+) -> None:
+    """A resumed loop would begin a loader again once for all of its finished passes."""
+    assert why in ran(forks, tmp_path, text, code=2)
+
+
+def test_passes_that_have_ended_are_asked_for_no_state(forks: Forks, tmp_path: Path) -> None:
     text = (
-        "import os, rankup\njob, seen, loaders = rankup.init('run'), [], (range(4), range(7))\njob.track(seen=seen)\n"
-        "passes = [iter(job.batches(it)) for it in loaders]\ndef take(n):\n    try:\n        return next(passes[n])\n"
-        "    except StopIteration:\n        passes[n] = iter(job.batches(loaders[n]))\n        return next(passes[n])\n"
-        "for step in job.steps(20):\n    pair = take(0), take(1)\n    with job.step():\n        seen.append(pair)\n"
-        "    if step == 13 and 'DIE' in os.environ:\n        job.save(wait=True)\n        os.kill(os.getpid(), 9)\n"
-        "print('seen', seen)\n"
+        "import os, rankup\nclass Own:\n    n = calls = 0\n    def __len__(self):\n        return 2\n"
+        "    def __iter__(self):\n        while self.n < 2:\n            self.n += 1\n            yield self.n\n"
+        "        self.n = 0\n    def state_dict(self):\n        Own.calls += 1\n        return {'n': self.n}\n"
+        "    def load_state_dict(self, state):\n        self.n = state['n']\n"
+        "job, seen = rankup.init('run'), []\njob.track(seen=seen)\nloader, calls = Own(), []\nfor _ in range(30):\n"
+        "    for x in job.batches(loader):\n        before = Own.calls\n        with job.step():\n"
+        "            seen.append(x)\n        calls.append(Own.calls - before)\n"
+        "        if job.step_number == 31 and 'DIE' in os.environ:\n            job.save(wait=True)\n"
+        "            os.kill(os.getpid(), 9)\nprint('calls', max(calls), seen == [1, 2] * 30)\njob.finish()\n"
     )
     ran(forks, tmp_path, text, DIE="1", code=-signal.SIGKILL)
-    assert said(ran(forks, tmp_path, text), "seen") == str([(n % 4, n % 7) for n in range(20)])
-
-
-@pytest.mark.parametrize(("done", "why"), [
-    ("with job.change():\n            pass", "change: it must come after the loop"),
-    ("half.step()", "track: half must change only inside job.step"),
-    ("loader = [1, 2]", "batches: `except StopIteration` must restart a loader that was used before"),
-])
-def test_change_in_except_stop_iteration_is_refused(forks: Forks, tmp_path: Path, done: str, why: str) -> None:
-    """A resumed loop reaches the `except` once for all earlier passes together."""
-    text = (
-        "import warnings, torch, rankup\njob, it = rankup.init('run'), iter(())\nwarnings.filterwarnings('ignore')\n"
-        "sgd = torch.optim.SGD([torch.zeros(1)])\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
-        "job.track(sgd=sgd, half=half)\nloader = [1, 2]\n"
-        "while True:\n    try:\n        next(it)\n    except StopIteration:\n"
-        f"        if job.step_number:\n            {done.replace(chr(10), chr(10) + '    ')}\n"
-        "        it = iter(job.batches(loader))\n        next(it)\n    with job.step():\n        pass\n"
-    )
-    assert why in ran(forks, tmp_path, text, code=2)
+    assert said(ran(forks, tmp_path, text), "calls") == "1 True"
 
 
 @pytest.mark.parametrize("block", ["step", "change"])
