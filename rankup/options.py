@@ -101,7 +101,7 @@ def unknown_command(word: str, rest: Sequence[str], known: Sequence[str]) -> str
         return f'unknown option "{word}". Options follow a command: rankup COMMAND [OPTIONS]. See rankup --help.'
     if Path(word).suffix in (".py", ".sh"):
         return f"{word} is no command. This starts a script: {shlex.join(['rankup', 'launch', word, *rest])}"
-    if rest and word in ("run", "start", "exec", "torchrun", "python", "srun"):
+    if rest and word in ("run", "start", "exec", "torchrun", "python"):
         return f"{word} is no command. This starts a script: {shlex.join(['rankup', 'launch', *rest])}"
     return f"{unknown_word('command', word, known)} `rankup` lists all."
 

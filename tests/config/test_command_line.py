@@ -10,8 +10,8 @@ from tests.rigs.jobs import rank_env
 from train.commands import COMMANDS, Doctor, Predict
 from train.commands.line import parse_args
 from train.config import Config, load_config
+from train.config.data import SOURCES
 from train.config.load import fields_of
-from train.data.sources import SOURCES
 from train.main import main
 
 Captured = pytest.CaptureFixture[str]

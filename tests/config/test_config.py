@@ -9,10 +9,10 @@ import pytest
 from rankup.errors import UserError
 from tests.rigs.refused import mistakes, one
 from train.config import Config, changed_settings, check_run, load_config, to_yaml
+from train.config.data import SOURCES
 from train.config.load import read_yaml
-from train.data.sources import SOURCES
-from train.parallel import METHODS
-from train.workloads import WORKLOADS
+from train.config.method import METHODS
+from train.config.workload import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 

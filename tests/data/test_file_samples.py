@@ -15,8 +15,9 @@ from rankup.seeds import derive_seed, seed_host
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
+from train.config.data import Augment
 from train.data.file_samples import FileSamples, decode
-from train.data.sources import Augment, load
+from train.data.sources import load
 from train.workloads import images as workload
 
 RECIPES: list[Augment] = [False, True, "imagenet", "trivial"]

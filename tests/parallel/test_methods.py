@@ -15,7 +15,8 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import losses_of, metrics, result
 from tests.rigs.recording_workload import records
 from train.config import Config, load_config
-from train.parallel import METHODS, method_class, method_name
+from train.config.method import METHODS
+from train.parallel import method_class, method_name
 from train.parallel.methods import Method
 
 # The rate is constant, because a cosine over fewer steps would be another curve. It is small, so that it does not

@@ -19,7 +19,7 @@ from tests.rigs.jobs import ROOT, environment
 from train import commands, workloads
 from train.config import Config
 
-FOLDERS = ["setting", "config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "examples"]
+FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main", "examples"]
 # Each module may import only modules before it
 ORDER = [
     *(f"rankup.{name}" for name in (
@@ -29,9 +29,6 @@ ORDER = [
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
-# These declare the settings of data sets, workloads and methods, and train.config collects the settings
-DECLARED = {"train.data", "train.data.sources", "train.data.sources.fetch", "train.workloads", "train.parallel"}
-PASSED_ON = "train.workloads.workload"  # the module that has all other names of train.workloads
 
 
 def files() -> list[Path]:
@@ -43,9 +40,7 @@ def graph() -> dict[str, set[str]]:
     modules = {module_of(path): path for path in files()}
     # Leave out `rankup` itself: it imports its public names from everywhere, but lazily
     del modules["rankup"]
-    found = {module: set(imported(path, modules)) - {"rankup", "train"} for module, path in modules.items()}
-    found["train.workloads"].remove(PASSED_ON)  # for type checkers
-    return found
+    return {module: set(imported(path, modules)) - {"rankup", "train"} for module, path in modules.items()}
 
 
 def module_of(path: Path) -> str:
@@ -64,15 +59,13 @@ def imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
             assert bool(node.level) == (inside and base.startswith("train")), f"{path}: {base}"
             names = [f"{base}.{alias.name}" for alias in node.names]
             found = [name if name in modules else base for name in names]
-            if base == "train.workloads" and not {alias.name for alias in node.names} <= vars(workloads).keys():
-                found.append(PASSED_ON)
         else:
             found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         yield from (name for name in found if name.split(".")[0] in ("rankup", "train"))
 
 
 def folder_of(module: str) -> str:
-    return "train.config" if module in DECLARED else ".".join(module.split(".")[:2])
+    return ".".join(module.split(".")[:2])
 
 
 def test_imports_run_one_way_between_folders() -> None:
@@ -83,19 +76,11 @@ def test_imports_run_one_way_between_folders() -> None:
     assert wrong == []
 
 
-def test_import_from_train_workloads_counts_as_one_of_the_module_behind_it(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("from train.workloads import Workload\n")
-    assert PASSED_ON in imported(tmp_path / "own.py", {})
-
-
-def test_names_that_pages_import_from_train_workloads_have_a_type() -> None:
-    """For type checkers a name that only `__getattr__` knows is Any."""
-    tree = ast.parse((ROOT / "train" / "workloads" / "__init__.py").read_text())
-    typed = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+def test_pages_import_only_public_names_of_train_workloads() -> None:
     pages = [*(ROOT / "train").rglob("*.md"), *(ROOT / "k8s").rglob("*.py")]
     named = [re.findall(r"^from train\.workloads import (.*)", page.read_text(), re.MULTILINE) for page in pages]
     used = {name for lines in named for line in lines for name in line.split(", ")}
-    assert {"Workload"} <= used <= typed
+    assert {"Workload"} <= used <= {*workloads.__all__}
 
 
 def test_program_imports_only_public_names() -> None:

@@ -13,7 +13,7 @@ import rankup
 from rankup import Program
 
 from ..config import Config, check_run, to_yaml
-from ..setting import setting
+from ..config.setting import setting
 
 
 def run_dir_of(config: Config, program: Program) -> Path:

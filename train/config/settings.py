@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..data.sources import DataSettings
-from ..parallel import MethodSettings
-from ..setting import Count, Natural, free, setting
-from ..workloads import WorkloadSettings
+from .data import DataSettings
+from .method import MethodSettings
+from .setting import Count, Natural, free, setting
+from .workload import WorkloadSettings
 
 WEEK_S = 7 * 24 * 3600
 

@@ -15,9 +15,9 @@ from torchvision.transforms.functional import center_crop
 from rankup import UserError
 from rankup.seeds import derive_seed, seed_host
 
+from ..config.data import Augment
 from . import one_line
 from .samples import resize
-from .sources import Augment
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # those of ImageNet, as usual for photographs
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # the random crops for ImageNet: share of the area, width / height

@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 from rankup import UserError
 
 from ..config import Config
+from ..config.workload import RULE
 from ..data.samples import MapSamples, Samples
 from ..data.samples import TensorSamples as TensorSamples
-from . import RULE
 
 LOG = logging.getLogger("rankup")  # rank 0 prints its lines
 

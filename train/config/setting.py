@@ -1,4 +1,4 @@
-"""How settings are declared. Data sets, workloads and methods declare their own settings. No torch here."""
+"""How settings are declared. No torch here."""
 
 from __future__ import annotations
 
