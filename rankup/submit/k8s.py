@@ -7,6 +7,7 @@ kubectl turns the manifest into JSON, so the file may be any that `kubectl apply
 import base64
 import json
 import secrets
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -38,13 +39,13 @@ for old in $(ls -t *.tar.gz | tail -n +6); do
 done"""
 
 
-def kubectl(*words: str, text: bytes = b"") -> str:
-    """Return the output of kubectl. Raises UserError with what it says."""
+def kubectl(*words: str, text: bytes = b"", once: bool = False) -> str:
+    """Return the output of kubectl. Raises UserError with what it says. `once`: it is fine if the object exists."""
     try:
         done = subprocess.run(["kubectl", *words], input=text, capture_output=True, check=False)
     except FileNotFoundError:
         raise UserError("submit: kubectl must be installed here, got none.") from None
-    if done.returncode:
+    if done.returncode and not (once and b"(AlreadyExists)" in done.stderr):
         said = " ".join(done.stderr.decode(errors="replace").split())
         raise UserError(f"submit: `kubectl {words[0]}` must succeed, got: {said}")
     return done.stdout.decode()
@@ -78,12 +79,12 @@ def submit(snapshot: Snapshot, file: str, args: Sequence[str], *, dry: bool, fol
             raise UserError(f"{file}: its job must have a name that is free, got {name}. kubectl delete {what}")
         for path, content in written.items():
             snapshot.keep(path, json.dumps(content).encode())
-    lines = [["apply", *space, "-f", f".rankup/{path}"] for path in written]
-    for line in lines:
-        print(f"+ kubectl {' '.join(line)}", flush=True)
+    # Not `apply` for a ConfigMap: it would keep a copy of it as an annotation, which is too long
+    for verb, path in zip(("create", "apply"), written, strict=True):
+        print(f"+ kubectl {shlex.join([verb, *space, '-f', f'.rankup/{path}'])}", flush=True)
         if not dry:
-            kubectl(*line)
-        if large and line == lines[0]:
+            kubectl(verb, *space, "-f", f".rankup/{path}", once=verb == "create" and not large)
+        if large and verb == "create":
             _stream(packed, code, sender["metadata"]["name"], space, dry=dry)
     if not dry and not large:
         uid = kubectl("get", *space, what, "-o", "jsonpath={.metadata.uid}")

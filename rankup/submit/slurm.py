@@ -16,7 +16,7 @@ from rankup.submit.snapshot import Snapshot
 
 OUTPUT = re.compile(r"^#SBATCH\s+(?:--(output|error)[ =]\s*|-([oe])\s*)(\S+)", re.MULTILINE)
 LIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING",
-        "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+        "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "UNKNOWN")
 QUIET = ("None", "Priority", "Resources", "BeginTime")  # why a job may wait although all is well
 
 

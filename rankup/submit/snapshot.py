@@ -75,7 +75,8 @@ def take(folder: Path, file: str) -> Snapshot:
     that can't be sent."""
     made = Snapshot()
     header = HEADER.search((folder / file).read_text(errors="replace"))
-    pairs = list(pairwise(shlex.split(header[1].replace("=", " ")) if header else []))
+    options = re.split(r" -m | -- | \S+\.py\b", header[1])[0] if header else ""  # before the script's
+    pairs = list(pairwise(shlex.split(options.replace("=", " "))))
     data, made.outputs = ([os.path.normpath(value) for word, value in pairs if word == flag]
                           for flag in ("--data", "--output"))
 

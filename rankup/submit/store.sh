@@ -59,7 +59,8 @@ case $action in
     ;;
   look) # JOB OUTPUT OFFSET ASK: the job's state if ASK is 1, then what its output file has from OFFSET on
     state=
-    [ "$4" = 0 ] || state=$(squeue -h -t all -j "$1" -o '%T %r' 2> /dev/null)
+    [ "$4" = 0 ] || state=$(squeue -h -t all -j "$1" -o '%T %r' 2>&1) ||
+      case $state in *'Invalid job id'*) state= ;; *) state=UNKNOWN ;; esac # slurmctld may be restarting
     echo "$state"
     [ ! -e "$2" ] || tail -c "+$3" "$2"
     ;;
