@@ -125,7 +125,8 @@ def _unpack(spec: Object, code: str, args: Sequence[str], *, large: bool) -> Non
     runs = [each for each in mounts if each["mountPath"] == "/runs"]
     inner = [each["mountPath"][len(where) + 1:] for each in mounts if each["mountPath"].startswith(f"{where}/")]
     packed = f"/runs/.rankup/{code}.tar.gz" if large else "/rankup/packed/code.tar.gz"
-    volumes = {"rankup-code": {"emptyDir": {}}, **({} if large else {"rankup-packed": {"configMap": {"name": code}}})}
+    volumes: dict[str, Object] = {"rankup-code": {"emptyDir": {}}}
+    volumes |= {} if large else {"rankup-packed": {"configMap": {"name": code}}}
     step = {
         "name": "rankup-code", "command": ["sh", "-c", UNPACK, "sh", where, packed, *inner],
         "volumeMounts": [*runs, *({"name": name, "mountPath": f"/{name.replace('-', '/')}"} for name in volumes)],

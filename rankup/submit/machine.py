@@ -77,8 +77,9 @@ class Machine:
         """Put the snapshot into the job's folder, unless it is there. Returns the name of its folder. Raises
         ExpectedError if that fails. The folder gets its name last, when all checksums are right."""
         try:
-            found, name, *more = self.do("find", snapshot.name, *snapshot.outputs).decode().split()
-            if found == "need":
+            found = self.do("find", snapshot.name, *snapshot.outputs)
+            self.folder, name, *more = found.decode().splitlines()
+            if more:
                 sending = f".sending-{secrets.token_hex(4)}"
                 self._send(snapshot, f"{self.folder}/.rankup/{sending}/", *more)
                 self.do("name", sending, name)

@@ -32,16 +32,19 @@ prune() { # keep the newest five snapshots, those of jobs, and those that jobs h
 }
 
 case $action in
-  find) # NAME OUTPUTS...: say whether the snapshot is here, under which name, and how to send it
-    mkdir -p "$folder" && cd "$folder" && name=$1 && shift && mkdir -p runs .rankup "$@" && cd .rankup || exit
+  find) # NAME OUTPUTS...: say where the folder is, under which name the snapshot is or will be there, and how to send it
+    mkdir -p "$folder" && cd "$folder" && folder=$(pwd -P) || exit
+    name=$1 && shift && mkdir -p runs .rankup "$@" && cd .rankup || exit
     [ -e .gitignore ] || echo '*' > .gitignore
     number=1 first=$name
     while [ -e "$name" ] && ! whole "$name"; do # a job has changed files of its snapshot
       number=$((number + 1)) name=$first-$number
     done
-    [ ! -e "$name" ] || { touch "$name" && link "$name" && echo "have $name"; exit; }
-    command -v rsync > /dev/null && tool=rsync || tool=tar
-    echo "need $name $tool $(ls -td [0-9a-f]*/ 2> /dev/null | head -1)"
+    echo "$folder"
+    echo "$name"
+    [ ! -e "$name" ] || { touch "$name" && link "$name"; exit; }
+    command -v rsync > /dev/null && echo rsync || echo tar
+    ls -td [0-9a-f]*/ 2> /dev/null | head -1
     ;;
   name) # SENT NAME: the last step, so that nobody finds a part of a snapshot
     cd "$folder/.rankup" || exit
