@@ -254,7 +254,8 @@ def doctor(given: argparse.Namespace) -> int:
     "RUN FILE [OPTIONS]", ("mine mine.pt", "runs/mine/checkpoints/step-00000400 weights.pt --item model"),
     option("run", "RUN", "a run's name or folder, the folder of one checkpoint, or an address"),
     option("file", "FILE", "where to write"),
-    option("--item", "NAME", "only the state of one tracked object, such as model"), RUN_DIR,
+    option("--item", "NAME", "only the state of one tracked object, such as model"),
+    option("--checkpoint", "NAME", "the one that job.keep has given this name, not the newest"), RUN_DIR,
 )
 def export(given: argparse.Namespace) -> None:
     """Write a checkpoint as one file for torch.load. The file contains a dict from the name of each tracked object to
@@ -266,7 +267,8 @@ def export(given: argparse.Namespace) -> None:
         raise UserError(f"FILE must be a path on this machine, got {given.file}.")
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
     run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
-    print_whole(f"{export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item)}\n")
+    copy = open_checkpoint(named, run_dir=run_dir, name=given.checkpoint)
+    print_whole(f"{export(copy, Path(given.file), item=given.item)}\n")
 
 
 # The command line -----------------------------------------------------------------------------------------------------

@@ -26,13 +26,14 @@ from rankup.loop.changes import as_yaml, differing, settings_of
 from rankup.loop.job import Job
 from rankup.loop.reporting import Settings, check_record
 from rankup.observe import tracker as trackers
-from rankup.places.files import runs_folder
+from rankup.places.files import read_json, runs_folder
+from rankup.places.lease import KEPT
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.copies import Check, no_check
 from rankup.state.reading import Copy, load_newest, read, share
 from rankup.state.run import open_run
-from rankup.state.second_place import fetched
+from rankup.state.second_place import fetched, kept_step
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
 log = logging.getLogger("rankup")
@@ -118,7 +119,7 @@ def init(
         program.log.info(f"the run is {named}, as rankup.init says, and not {told['place']}, as launch says")
     texts = {f"setting {name}": str(value) for name, value in given.items()}
     texts |= {f"settings: {name}": str(value) for name, value in settings.items()}
-    group = handler.stack.enter_context(program.join(
+    group: Group = handler.stack.enter_context(program.join(
         run, settings=texts, timeout_s=join_timeout_s, device=None if device == "auto" else device,
     ))
     handler.take_errors()
@@ -196,11 +197,11 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
 
 
 def open_checkpoint(
-    place: str | PathLike[str] = "", *, run_dir: str | PathLike[str] = "", group: Group | None = None,
-    check: Check = no_check, timeout_s: float = 1800.0,
+    place: str | PathLike[str] = "", *, run_dir: str | PathLike[str] = "", name: str = "",
+    group: Group | None = None, check: Check = no_check, timeout_s: float = 1800.0,
 ) -> Copy:
     """Read the checkpoint at `place`, a folder or a URL; by default, the newest whole one of the run in `run_dir`,
-    which may be a URL too.
+    which may be a URL too, or that which `job.keep` has called `name`.
 
     `tracked` of the result maps each name given to `job.track` to that object's state, whole and on the CPU. With
     `group`, all ranks call this: rank 0 reads the checkpoint and sends it to the others. `check(path, record)` raises
@@ -210,9 +211,13 @@ def open_checkpoint(
     def find() -> Copy:
         own = partial(check_record, more=check)
         if is_url(named := str(place or run_dir)):
-            with fetched(named, timeout_s=timeout_s) as path:
+            with fetched(named, timeout_s=timeout_s, name=name) as path:
                 return replace(read(path, own).as_plain(), path=Path(path.name))  # the folder is gone afterwards
-        found = read(Path(place), own) if place else load_newest(Path(run_dir, "checkpoints"), log.warning, own)
+        at = place
+        if name and not place:
+            step = kept_step(read_json(Path(run_dir, KEPT)), name, str(run_dir))
+            at = Path(run_dir, "checkpoints", f"step-{step:08d}")
+        found = read(Path(at), own) if at else load_newest(Path(run_dir, "checkpoints"), log.warning, own)
         if found is None:
             raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
         return found.as_plain()

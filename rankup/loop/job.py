@@ -1,6 +1,7 @@
 """`Job`, the interface for your loop: tracked state, steps, batches, copies, stops. `rankup.init` returns one."""
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -180,6 +181,40 @@ class Job:
         if self.saving.save(wait=wait):
             self.enter_step()
 
+    def keep(self, name: str) -> None:
+        """Save a copy of the last commit, unless the newest copy already has it, and keep that copy under `name` until
+        this call gives the name to another one. It does not count for `keep` of `rankup.init`. `rankup export RUN FILE
+        --checkpoint NAME` reads it. Returns once the copy is complete. All ranks call this at the same step.
+
+        Call it before `job.change` notes that this is the best state: if the process is killed in between, a resumed
+        run repeats both. Raises UserError as `save` does, for a name like that of a copy, and if nothing is tracked.
+        """
+        if not re.fullmatch(r"[A-Za-z][\w-]*", name) or name.startswith("step-") or not self.tracked.items:
+            raise UserError(f"keep: it needs a word as name, and tracked objects, got {name!r}. Call job.track before.")
+        self.save()
+        self.run.wait()
+        self.group.on_rank0(lambda: self.run.keep(name, self.position.step))
+        self.enter_step()
+
+    def end(self, why: str) -> None:
+        """End the run for good, as an early stop does: no loop over `job.epochs`, `job.steps` or `job.batches` goes on,
+        and a later start finds the run finished. The code after the loop runs. All ranks call this between two steps.
+
+        Raises UserError if other ranks go on without this call, or give another reason, and inside `job.step`.
+        """
+        if self._step.inside or not why:
+            raise UserError("end: it must have a reason, and come after the block of job.step. Move it out.")
+        self.begin()
+        calls = self.group.gather_apart(
+            [self.position.step, why], call="end: job.end must be called",
+            remedy="Decide alike on all ranks, from what job.log returns: it is equal on all of them.",
+        )
+        if any(call != calls[0] for call in calls):
+            raise UserError(f"end: the step and the reason must be the same on all ranks, got {calls}.")
+        with self.commit_lock:
+            self.position.ended = why
+        self.group.log.info(f"job.end ends the run after {self.position.step} steps: {why}")
+
     # The loop -------------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -194,7 +229,7 @@ class Job:
             return
         self.begin()
         self.loop.has_epochs = True
-        while self.epoch < count:
+        while self.epoch < count and not self.position.ended:
             self.reseed_outside(0)
             yield self.epoch
             self.stop_if_asked()
@@ -222,7 +257,7 @@ class Job:
         self.loop.running.append("steps")
         try:
             before = -1
-            while (step := self.step_number) < total:
+            while (step := self.step_number) < total and not self.position.ended:
                 self.stop_if_asked()
                 if step == before:  # the body did not enter job.step, and would otherwise loop forever
                     self.tracked.check_unchanged()
@@ -235,16 +270,20 @@ class Job:
 
     def _nothing_left(self, over: bool) -> bool:
         """Return whether a finished run is `over`, so that the loop may not begin. Raises Finished unless `again`."""
-        if not (self.finished and over):
+        if not (self.finished and (over or self.position.ended)):
             return False
         if not self.settings.again:
             raise Finished(self._no_step_left())
         self.loop_is_over = True
         return True
 
+    def _done(self) -> str:
+        why, steps = self.position.ended, self.step_number
+        return f"job.end ended the run after {steps} steps ({why})" if why else f"all {steps} are done"
+
     def _no_step_left(self) -> str:
         return (
-            f"no step was left to train, all {self.step_number} are done: {self.run_dir}/; rankup status "
+            f"no step was left to train, {self._done()}: {self.run_dir}/; rankup status "
             f"{self.run_dir}. To train anew give another run or fresh=True. rankup.init(again=True) runs only the code "
             "after the loop"
         )
@@ -450,6 +489,7 @@ class Job:
         if self._exit_handler is not None:
             if not finished:  # the result shows a later start that the run has finished
                 self.group.on_rank0(lambda: self.reporting.result() and None)
-            done = f"finished after {self.step_number} steps: {self.run_dir}/; rankup status {self.run_dir}"
+            done = f"finished, {self._done()}" if self.position.ended else f"finished after {self.step_number} steps"
+            done += f": {self.run_dir}/; rankup status {self.run_dir}"
             self.group.log.info(self._no_step_left() if finished else done)
             self._exit_handler.close()

@@ -319,6 +319,8 @@ class Batches:
         """Yield the batches of the next pass, none if the copy already had all of them."""
         job, source, loop, position = self._job, self.source, self._job.loop, self._job.position
         self.begin()
+        if position.ended:
+            return
         known = len(loop.streams)
         if loop.left_after:
             self._warn(
@@ -342,7 +344,7 @@ class Batches:
         taken, first_step, loop.may_hold = [0], position.step, None
         loop.running.append(self)
         try:
-            while (found := self.take(fetches)) is not None:
+            while not position.ended and (found := self.take(fetches)) is not None:
                 batch, traces[number] = found
                 streams[number] += stride
                 step = position.step

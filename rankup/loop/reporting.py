@@ -254,7 +254,8 @@ class Reporting:
             "metrics": {name.removeprefix("eval/"): value for name, value in (position.metrics or {}).items()},
             f"{self.progress.unit}_per_s": round(speed(group, self.progress, position.step), 1),
             "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": VERSIONS,
-            "goodput": self._reporter.goodput(), **snapshot_here(), **values,
+            "goodput": self._reporter.goodput(), **({"ended": position.ended} if position.ended else {}),
+            **snapshot_here(), **values,
         }
         self.metrics.flush()
         self.write(RESULT, json.dumps(result, indent=2) + "\n")

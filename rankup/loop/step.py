@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rankup.errors import UserError
 from rankup.observe.stragglers import COMPUTE, WAITING
 
 EARLY_LOG_EVERY = 10  # steps between lines until step `log_every_steps`, so that short or slow loops show a loss too
@@ -27,6 +28,8 @@ class Step:
         job.begin(late=True)
         if self.inside:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
+        if self._position.ended:
+            raise UserError("step: it must come before job.end, got one after it. Leave the loop.")
         # If this step's batches are of two epochs, no commit has yet covered the code that ran between the epochs
         tracked.check_unchanged(after_epoch=self._loop.epoch != self._position.epoch)
         if step >= job.agreement.next:

@@ -31,6 +31,7 @@ class Position:
     # Of each `job.cycle`: its finished passes, the batches of its newest pass, and their trace, as in `traces`
     cycles: list[list[int | None]] = field(default_factory=list)
     changes: int = 0  # blocks of `job.change` in this epoch
+    ended: str = ""  # why `job.end` ended the run, "" if it did not
 
     @classmethod
     def of(cls, record: dict[str, Any] | None) -> "Position":
@@ -38,9 +39,9 @@ class Position:
         return cls(**{each.name: record[each.name] for each in fields(cls)}) if record else cls()
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def key(self) -> tuple[int, int, int, str]:
         """A key that is equal for two copies of a run if they hold the same state."""
-        return self.step, self.epoch, self.changes
+        return self.step, self.epoch, self.changes, self.ended
 
 
 class Metrics:

@@ -36,10 +36,10 @@ from rankup.places.files import OwnerCheck, read_json, remove_unfinished, staged
 from rankup.places.place import Place
 from rankup.timing import LAST_MESSAGE_S, LOCK_S
 
-FILE, RESULT, METRICS = "run.json", "result.json", "metrics.jsonl"
+FILE, RESULT, METRICS, KEPT = "run.json", "result.json", "metrics.jsonl", "kept.json"
 RUN_ID = re.compile(r"[\w-]+")  # a run's id names folders, and folders of rescues are removed by that name
 # The files and folders that belong to one run. They are put aside if another run begins in the same directory
-OF_RUN = ("checkpoints", "tensorboard", METRICS, RESULT, "config.yaml", "tracker", FILE)
+OF_RUN = ("checkpoints", "tensorboard", METRICS, RESULT, KEPT, "config.yaml", "tracker", FILE)
 ASIDE = ".aside"  # the hidden folder into which they are moved; the next owner renames it
 Owner = Mapping[str, Any]  # the newest heartbeat of an owner, {} if there is no owner or its file can't be read
 

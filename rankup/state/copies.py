@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from rankup.errors import UserError, disk_errors
 from rankup.places.files import STAGING, discard, open_regular, read_json
+from rankup.places.lease import KEPT
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -86,6 +87,11 @@ def list_whole(directory: Path) -> list[Path]:
 def step_of(path: Path) -> int:
     """Return the step in the name of a copy's folder, here or at another place."""
     return int(path.name.split("-")[1].partition(".")[0])
+
+
+def kept_steps(run_dir: Path) -> set[int]:
+    """Return the steps of the copies that `job.keep` has given a name."""
+    return {*read_json(run_dir / KEPT).values()}
 
 
 def identity_of(record: dict[str, Any], step: int) -> tuple[int, str, str]:
@@ -255,12 +261,12 @@ def _sync(directory: Path) -> None:
 
 
 def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
-    """Keep `newest` and the next copies that look whole, `keep` in all, and remove the others."""
-    good = 0
+    """Keep `newest` and the next copies that look whole, `keep` in all, and those with a name. Remove the others."""
+    good, named = 0, kept_steps(directory.parent)
     for path in reversed(list_copies(directory)):
         if path == newest:  # it need not have the highest step: there may be damaged or a successor's later copies
             good += 1
         elif good < keep and not (path.suffix and path.with_suffix("").exists()):
             good += not find_problem(path, digests=False)
-        elif path not in uploading:  # a later save removes a copy that is being uploaded now
+        elif path not in uploading and step_of(path) not in named:  # a later save removes one that is uploaded now
             discard(path)

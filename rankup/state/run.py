@@ -16,8 +16,8 @@ from typing import Any
 
 from rankup.errors import Stopped, UserError, disk_errors
 from rankup.group.group import Group, broke_collective
-from rankup.places.files import read_json, remove_unfinished
-from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
+from rankup.places.files import read_json, remove_unfinished, write_json
+from rankup.places.lease import FILE, KEPT, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, copies, memory
 from rankup.state.choice import CHECKPOINT, MIRROR, PEER, RESCUE, SECOND, STORE, Candidate
 from rankup.state.copies import STATE
@@ -218,6 +218,13 @@ class Run:
         if self.options.store:
             self.group.watch.enter("save", self.options.save_timeout_s)
             self.group.on_rank0(lambda: self.places[STORE].settle())
+
+    def keep(self, name: str, step: int) -> None:
+        """Keep the copy of `step`, which is on disk, under `name`. Rank 0 only. Raises UserError and PeerLost."""
+        with disk_errors(KEPT, self.folder, self.owner.check):
+            write_json(self.folder / KEPT, read_json(self.folder / KEPT) | {name: step}, check=self.owner.check)
+        for place in self.places.values():
+            place.upload_later(None)
 
     def settle(self) -> None:
         """Wait for the last save and the second copy, and free the parts in memory, because the training ends."""

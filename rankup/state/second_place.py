@@ -26,7 +26,7 @@ from typing import Any
 
 from rankup.errors import PeerLost, UserError, disk_errors, reason
 from rankup.places.files import cache_roots
-from rankup.places.lease import FILE, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
+from rankup.places.lease import FILE, KEPT, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
 from rankup.places.place import Place
 from rankup.state import copies
 from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_whole, step_of, verify
@@ -36,7 +36,7 @@ from rankup.timing import FIND_S, UPLOAD_END_S, UPLOAD_STOP_S
 from rankup.urls import is_url
 
 KEY = re.compile(r"\d{8,}/checkpoints/([\w-]+)/step-\d{8,}-[0-9a-f]{12}/manifest\.json")
-FILES = (FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
+FILES = (FILE, "config.yaml", RESULT, KEPT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
 TENSORBOARD = "tensorboard"
 BEFORE_WATCHDOG = 0.9  # the share of a deadline for requests: the watchdog fails later, and can't name the place
 
@@ -86,13 +86,20 @@ def _download(place: Place, stored: str, target: Path) -> None:
         place.download(name, target / name)
 
 
+def kept_step(kept: dict[str, Any], name: str, run: str) -> int:
+    """Return the step of the copy that `job.keep` has given `name` in `run`. Raises UserError."""
+    if name not in kept:
+        raise UserError(f"checkpoint: {run} must keep one called {name}, got {', '.join(sorted(kept)) or 'none'}.")
+    return int(kept[name])
+
+
 @contextlib.contextmanager
-def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
+def fetched(place: str, *, timeout_s: float, name: str = "") -> Iterator[Path]:
     """Yield a local path for `place`: the path itself, or for an address a download that is removed after the block.
 
-    The address may name a run (its newest whole checkpoint is downloaded), a folder without subfolders, such as that of
-    a checkpoint, or a file. Raises UserError if there is nothing to read or the store refuses, and PeerLost if it does
-    not answer within `timeout_s`.
+    The address may name a run (its newest whole checkpoint is downloaded, or that kept under `name`), a folder without
+    subfolders, such as that of a checkpoint, or a file. Raises UserError if there is nothing to read or the store
+    refuses, and PeerLost if it does not answer within `timeout_s`.
     """
     if not is_url(place):
         yield Path(place)
@@ -110,13 +117,18 @@ def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
             own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
             there = Place.open(place, warn=warn, timeout_s=timeout_s)
             newest, names = own / there.url.rpartition("/")[2], there.names()
-            if run := newest_run(there, names)[1]:
-                each = ((f"checkpoint {Path(one).name}", partial(fetch, one)) for one in _copies(names, run.run))
+            number, run = newest_run(there, names)
+            if run:
+                found = _copies(names, run.run)
+                if name:
+                    step = kept_step(there.read_json(f"{folder_of(number)}/{KEPT}"), name, place)
+                    found = [one for one in found if step_of(Path(one)) == step]
+                each = ((f"checkpoint {Path(one).name}", partial(fetch, one)) for one in found)
                 newest = copy.path if (copy := newest_whole(place, each, warn)) else newest
             else:
-                for name in names or [""]:  # over http, a list of a file's address does not contain the file
-                    if "/" not in name:
-                        there.download(name, newest / name)
+                for file in names or [""]:  # over http, a list of a file's address does not contain the file
+                    if "/" not in file:
+                        there.download(file, newest / file)
         if not newest.exists():
             raise UserError(f"{place} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
         yield newest
@@ -303,7 +315,8 @@ class SecondPlace:
         names = [name for name in self.place.names()
                  if 0 < number_of(name) <= number and not name.startswith("lease/")]
         earlier = [one for one in _copies(names, self.run) if one != new]
-        kept = {new, *earlier[: self.options.keep - 1]}
+        named = copies.kept_steps(self.folder)
+        kept = {new, *earlier[: self.options.keep - 1], *(one for one in earlier if step_of(Path(one)) in named)}
         # Everything of earlier runs, which --fresh put aside, stays
         others = {number_of(one) for one in _copies(names) if _run_of(one) != self.run}
 
