@@ -30,6 +30,7 @@ from rankup.agent.ends import Verdict
 from rankup.agent.leader_connection import LeaderConnection, elect
 from rankup.agent.logs import host_name
 from rankup.agent.network import Link, chosen_address, interface_variables, is_this_machine, listen, open_port
+from rankup.agent.processes import allow_open_files
 from rankup.agent.protocol import ARGUMENTS, MEMBERS, SHARED, Member
 from rankup.agent.quorum import knowledge, same_job
 from rankup.agent.ranks import Options, Ranks
@@ -59,6 +60,10 @@ class Agent:
         """Run until the job is over for this agent. Returns how it ended. Raises UserError, JoinError and PeerLost."""
         self._over = asyncio.get_running_loop().create_future()
         self.options.script.check(os.environ, world_size=self.node.world_size)
+        # A leader has a connection to each node, and others call it. Each rank has two pipes, a line and a record
+        leads = self.node.node_rank == 0 or self.limits is not None
+        needed = (2 * self.node.num_nodes if leads else 0) + 8 * self.node.nproc + 128
+        allow_open_files(needed, what=f"a job of {self.node.num_nodes} nodes")
         place = await id_of(self.options.shared_dir) if self.options.shared_dir else ""
         if self.node.node_rank == 0 or self.limits is not None:
             await self._listen()

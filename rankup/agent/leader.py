@@ -15,7 +15,7 @@ from typing import Any
 
 from rankup import timing
 from rankup.agent.membership import ENDED, Memberships
-from rankup.agent.network import Link, encode
+from rankup.agent.network import Link, pages
 from rankup.agent.protocol import MEMBERS, Member, Seat, by_host, describe_missing
 from rankup.agent.quorum import NONE, age, electorates, knowledge, recount, same_job, without
 from rankup.env.rank_env import ranges
@@ -194,7 +194,7 @@ class Leader(Memberships):
     def _answer(self) -> None:
         """Answer all "ask" messages together: after a deadline, all ranks ask where the others are again and again."""
         asked, self._asking = self._asking, set()
-        data = encode("ranks", ranks=self.heartbeats(), nodes=self.nodes())
+        data = pages(self.heartbeats(), self.nodes())
         for link in asked:
             link.write(data)
 

@@ -17,6 +17,7 @@ import io
 import math
 import os
 import re
+import resource
 import runpy
 import signal
 import sys
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
-from rankup.errors import FAULT, FINISHED, reason
+from rankup.errors import FAULT, FINISHED, UserError, reason
 from rankup.timing import LAST_MESSAGE_S
 
 ROOT = Path("/")
@@ -98,6 +99,23 @@ def reap_orphans() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
+
+
+# Open files ----------------------------------------------------------------------------------------------------------
+
+OPEN_FILES = 16384  # enough for the connections of a leader and the tensors of DataLoader workers
+
+
+def allow_open_files(least: int, *, what: str) -> None:
+    """Raise this process's soft limit of open files, often 1,024, as far as the hard limit allows, up to OPEN_FILES or
+    `least`. Children inherit it. Raises UserError if the hard limit is below `least`, which `what` needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the kernel has no "unlimited" here
+    if least > hard:
+        raise UserError(
+            f"ulimit -n must be at least {least} for {what}, got {hard} on {os.uname().nodename}. Raise the "
+            "hard limit: LimitNOFILE= of systemd, --ulimit nofile= of docker, or limits.conf."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, max(least, OPEN_FILES))), hard))
 
 
 # The end of this process ----------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ torchelastic's rendezvous: the leader proposes membership `n`, and commits it on
 |   may change; port 0: from a member without leader |                                                            |
 | alive(ranks, warm): a heartbeat. ranks: see        | alive: a heartbeat                                         |
 |   `Record.heartbeat`; warm: torch is imported      |                                                            |
-| ask: where is each rank of the job?                | ranks(ranks, nodes): see `Leader.heartbeats`, `.nodes`     |
+| ask: where is each rank of the job?                | ranks(ranks, nodes, start, more): see `Leader.heartbeats`, |
+|                                                    | `Leader.nodes` and `network.pages`                         |
 | ready(n, problem): my ranks have ended, and the    | propose(n, ip, next=[ip, port, name]): your address as     |
 |   route to the next member works if problem is ""  | others see it, and where the next member listens           |
 | leaving, left: this node must leave; it leaves now | basis(basis): this membership's basis has new voters       |
@@ -92,7 +93,8 @@ LEADERS: dict[str, dict[str, Any]] = {
         "store?": bool, "again?": bool, "change?": str, "basis?": BASIS,
     },
     "prepare": {"n": INT, "stop": INT}, "confirm": {"n": INT, "stop": INT}, "stop": {"signal": SIGNALS},
-    "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT}, "ranks": {"ranks": [{"ago_s": float}]},
+    "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT},
+    "ranks": {"ranks": [{"ago_s": float}], "start": INT, "more": bool},
     "left_out": {"why": str},
     "over": {"code": INT, "text": str},
 }

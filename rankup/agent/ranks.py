@@ -176,7 +176,8 @@ class Ranks:
         self.links.lost = b""
         self.all_ended.clear()
         first = self.node.first_rank
-        self.ranks = [Rank(local, first + local, Record.new(first + local)) for local in range(self.node.nproc)]
+        local_ranks = range(self.node.nproc)
+        self.ranks = [Rank(local, first + local, Record.new(first + local, commit)) for local in local_ranks]
         for rank in self.ranks:
             self._start(rank)
         if self._passed_on:  # the signal came before these ranks started
@@ -237,11 +238,10 @@ class Ranks:
         }
         ours = as_scheduled_task(os.environ, rank=rank.number, local=local_rank, size=size, local_size=local)
         if self.knows_us:
-            if node.limits is not None:  # the full basis of many nodes would be too long for an environment variable
-                commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
             ours["RANKUP_AGENT"] = json.dumps({
-                "commit": commit, "record": rank.record.path, "place": rank.record.place,
-                "socket": self.links.address, "local_rank": rank.local_rank, "run": self.options.run,
+                "job": commit["job"], "restarts": commit["restarts"], "record": rank.record.path,
+                "place": rank.record.place, "socket": self.links.address, "local_rank": rank.local_rank,
+                "run": self.options.run,
             })
         values = {**by_default, **given, **self.interface, **set_by_torchrun, **ours}
         return {name: str(value) for name, value in values.items()}

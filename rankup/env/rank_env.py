@@ -37,7 +37,7 @@ class RankEnv:
     launcher: str = "python"  # "environment" if the variables were set by hand, or the launcher's name
     run_name: str | None = None  # the scheduler's job names the run, so that a requeued job resumes the same run
     restart_count: int = 0  # restarts by torchrun or our agents, without the requeues of a scheduler
-    agent: Mapping[str, Any] | None = None  # how this rank reaches its agent, and the membership as the agent knows it
+    agent: Mapping[str, Any] | None = None  # how this rank reaches its agent, and what the agent says of the run
     agent_store: bool = False  # an agent serves the store on master_port, so rank 0 connects like the other ranks
     file: str = ""  # the file in which rank 0 writes its address, in place of master_addr and master_port
     attempt: str = ""  # this attempt's id if an agent gave one; the agent looks for it in status.json
@@ -70,7 +70,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     more = _checked(values, hint=OF_A_JOB if in_job else WHO_SETS_THEM) if launcher != "python" else {}
     more["start"] = environ.get("RANKUP_START", "")  # in containers, which the engine restarts by itself
     if agent := json.loads(environ.get("RANKUP_AGENT", "null")):
-        job, restarts = agent["commit"]["job"], agent["commit"]["restarts"]
+        job, restarts = agent["job"], agent["restarts"]
         more |= {"agent": agent, "agent_store": True, "restart_count": restarts, "attempt": f"{job}-{restarts}",
                  "start": more["start"] or job}
     elif launcher == "torchrun":

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rankup
 from rankup.agent.ends import StatusFile
-from rankup.agent.processes import no_name_lookups
+from rankup.agent.processes import allow_open_files, no_name_lookups
 from rankup.agent.protocol import HINT, AgentLine
 from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv
@@ -46,6 +46,8 @@ def start(
     if not faulthandler.is_enabled():  # after a crash in C++, the log will show the Python line that led to it
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr may have no file
             faulthandler.enable()
+    # Each of gloo's two groups opens a connection to each rank
+    allow_open_files(2 * rank_env.world_size + 256, what=f"a job of {rank_env.world_size} ranks")
     record = Record.at(rank_env.agent["record"]) if rank_env.agent else Record.new(rank_env.rank)
     status = StatusFile(run_dir, rank_env)
     watch = Watchdog(status, stop, record=record, log=logging.getLogger("rankup"))
@@ -107,7 +109,7 @@ def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.s
     line: Any
     listener: socket.socket | None = None
     if (agent := group.rank_env.agent) is not None:
-        commit = agent["commit"]
+        commit = group.record.commit
         line = AgentLine(agent, group.watch.on_message)
         group.stop.add_reader(line.fileno, line.receive)
     else:

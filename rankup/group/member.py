@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import queue
-import resource
 import secrets
 import socket
 import threading
@@ -81,9 +80,6 @@ class MemberLine:
         if self._leader is not None:
             where = self.rank_env.file or f"{self.rank_env.master_addr}:{self.rank_env.master_port}"
             self.log.info(f"waiting for {self.rank_env.world_size} ranks at {where}")
-            # Rank 0 has several connections per rank. Raise the soft limit of open files, which is often 1,024
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         threading.Thread(target=self._run, name="line", daemon=True).start()
         found = self._commit.get()
         if isinstance(found, Exception):

@@ -57,6 +57,7 @@ class Watchdog:
         self._lost: Mapping[str, Any] = {}  # the first message about a loss
         self._heard, self._answered = threading.Event(), threading.Event()  # set by a loss; set by the answer to `_ask`
         self._heartbeats: list[dict[str, Any]] = []
+        self._pages = list[dict[str, Any]](), list[dict[str, Any]]()  # rows of ranks and nodes of an unfinished answer
         self._deadlock = ""  # how all ranks wait for each other at different places of the program
         self._leaving: int | None = None  # the exit code, once the main thread has failed and is about to exit
         self._saving: Any = None  # a `Saving` of `rankup.loop.saving`
@@ -134,10 +135,12 @@ class Watchdog:
         elif message["is"] == "stop":
             self.stop.ask(str(message["signal"]))
         elif message["is"] == "ranks":
-            now = time.time()
-            self._heartbeats = [{**heartbeat, "seen": now - heartbeat["ago_s"]} for heartbeat in message["ranks"]]
-            self.nodes = message.get("nodes", [])
-            self._answered.set()
+            now, before = time.time(), message["start"]
+            rows = [{**heartbeat, "seen": now - heartbeat["ago_s"]} for heartbeat in message["ranks"]]
+            self._pages = [*self._pages[0][:before], *rows], [*self._pages[1][:before], *message["nodes"]]
+            if not message["more"]:
+                self._heartbeats, self.nodes = self._pages
+                self._answered.set()
 
     # The main thread --------------------------------------------------------------------------------------------
 

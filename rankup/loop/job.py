@@ -382,7 +382,7 @@ class Job:
         self._same_names([])
         self._wrappers.warn_of_hooks()
         group, run, step = self.group, self.run, self.position.step
-        commit = (group.rank_env.agent or {}).get("commit", {})
+        commit = group.record.commit
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
         run.begin(step, lambda: self.reporting.open(commit, changed=changed))

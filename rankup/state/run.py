@@ -78,7 +78,7 @@ class Run:
         """Take ownership of the folder and the other places, on rank 0. Return the lineage of the run there or of a new
         run, and the token of the lease. Raises UserError and PeerLost."""
         group, options, folder = self.group, self.options, self.folder / "checkpoints"
-        agreed = bool((group.rank_env.agent or {}).get("commit", {}).get("basis"))
+        agreed = "basis" in group.record.commit
         self.owner = lease = Lease(self.folder, group.attempt, agreed=agreed)
         with disk_errors("run_dir", self.folder):
             stack.enter_context(lease)  # on the caller's stack, and in this call, so that a refusal reaches all ranks

@@ -134,6 +134,18 @@ def test_rank_gets_torchruns_variables_arguments_and_folder(knows_us: bool, tmp_
     assert ours == ({"RANKUP_AGENT", "RANKUP_CACHE"} if knows_us else set())
 
 
+def test_open_files_are_allowed_as_far_as_the_hard_limit_goes(tmp_path: Path) -> None:
+    script = write(tmp_path, "import resource; print('files', resource.getrlimit(resource.RLIMIT_NOFILE))")
+    line = (sys.executable, "-m", "rankup", "launch", f"--run-dir={tmp_path}/runs")
+    limits = ("sh", "-c", 'ulimit -Sn 500; ulimit -Hn 1900; exec "$@"', "sh")
+    with ended(start(*limits, *line, script)) as job:
+        assert (job.wait(), "files (1900, 1900)" in job.output) == ([0], True), job.output
+    with ended(start(*limits, *line, "--nnodes=1000", "--master-addr=127.0.0.1", script)) as job:
+        assert job.wait() == [2]
+        assert re.search(r"error: ulimit -n must be at least \d+ for a job of 1000 nodes, got 1900 on ", job.output)
+        assert "Traceback" not in job.output
+
+
 @pytest.mark.parametrize("how", ["plain", "forked", "--no-fork"])
 def test_order_of_a_set_is_the_same_on_all_ranks_and_after_each_start(how: str, tmp_path: Path) -> None:
     """It numbers the classes in many scripts. The user's own PYTHONHASHSEED wins."""

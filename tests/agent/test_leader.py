@@ -766,7 +766,7 @@ async def test_simultaneous_questions_get_one_answer():
         for puppet in puppets:
             puppet.link.write(2 * encode("ask"))
         answers = await all_hear("ranks", puppets)
-        assert answers == [{"is": "ranks", "ranks": [], "nodes": []}] * 3
+        assert answers == [{"is": "ranks", "ranks": [], "nodes": [], "start": 0, "more": False}] * 3
         await here.nothing_is_said_to(*puppets)
 
 

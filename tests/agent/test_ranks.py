@@ -1,6 +1,7 @@
 """An agent's ranks without processes: to which membership their ends belong."""
 
 import asyncio
+import json
 import signal
 import socket
 import threading
@@ -45,6 +46,23 @@ def test_ranks_that_start_meanwhile_are_not_taken_for_the_ended_ones(tmp_path: P
 
 
 COMMIT = {"why": "", "again": False, "change": "", "ip": "127.0.0.1", "job": "job", "port": 1, "store": False}
+
+
+def test_environment_of_a_rank_stays_small_in_a_job_of_many_nodes(tmp_path: Path) -> None:
+    """A variable above 128 KiB breaks each subprocess of the rank, so the rank finds the commit in its record."""
+    given = list[dict[str, str]]()
+
+    async def scene() -> None:
+        ranks = made(tmp_path)
+        start_rank = lambda *words, env, **more: given.append(env)  # noqa: E731
+        ranks.server = SimpleNamespace(start_rank=start_rank)  # type: ignore[assignment]
+        commit = {**COMMIT, "n": 1, "restarts": 0, "change": "a node is lost; " * 9999, "basis": {"used": ["mine"]},
+                  "hosts": [[f"a-long-name-of-a-node-{node}", 8] for node in range(9999)]}
+        ranks.start(commit, token="mine")
+        assert Record.at(json.loads(given[0]["RANKUP_AGENT"])["record"]).commit == commit
+
+    asyncio.run(scene())
+    assert max(map(len, given[0].values())) < 20_000
 
 
 def test_last_message_of_a_rank_is_read_even_after_its_end(tmp_path: Path) -> None:

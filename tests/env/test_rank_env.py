@@ -18,7 +18,7 @@ AGENT = {
     **FULL, "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
     "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False",
 }
-OF_AGENT = {"commit": {"job": "j", "restarts": 1}, "socket": "@agent"}
+OF_AGENT = {"job": "j", "restarts": 1, "socket": "@agent"}
 LAUNCH = {**AGENT, "RANKUP_AGENT": json.dumps(OF_AGENT)}
 
 

@@ -2,6 +2,7 @@
 `test_deadlines` run whole jobs."""
 
 import itertools
+import json
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from rankup import timing
+from rankup.agent import network
 from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PEER_LOST
@@ -89,7 +91,7 @@ def test_suspect_is_named_from_messages_and_from_the_other_ranks_places(
             late_s = time.monotonic() - passed_s
             ranks = [{**each, "ago_s": each["silent_s"] and each["silent_s"] + late_s} for each in heartbeats]
             time.sleep(0.2)  # the answer is under way
-            watch.on_message({"is": "ranks", "ranks": ranks})
+            watch.on_message({"is": "ranks", "ranks": ranks, "nodes": [], "start": 0, "more": False})
         return heartbeats is not None
 
     watch.connect(SimpleNamespace(send=say), ["node0", "node0", "node1", "node1"])
@@ -117,10 +119,28 @@ def test_rank_in_backward_is_a_suspect_only_if_all_others_certainly_wait(
     watch = watchdog_of(1, waiting=False)
     monkeypatch.setattr(watchdog, "own_location", lambda: (f"{at} (train.py:9 main)", False))
     watch.begun = lambda: {"0/gloo": 0}
-    said = {"is": "ranks", "ranks": [{**each, "ago_s": 0.0} for each in others]}
+    ranks = [{**each, "ago_s": 0.0} for each in others]
+    said = {"is": "ranks", "ranks": ranks, "nodes": [], "start": 0, "more": False}
     line = SimpleNamespace(send=lambda kind: watch.on_message(said) or True)
     watch.connect(line, ["node0", "node0", "node1", "node1"])
     assert [suspect.rank for suspect in watch.suspects(overdue=True)] == suspects
+
+
+def test_places_of_many_ranks_come_in_pages() -> None:
+    """In one message they would be longer than LONGEST, which reads as the end of the connection."""
+    watch, longest = watchdog_of(1, waiting=True), "x" * 256
+    places = [{**heartbeat(rank), "location": longest, "ago_s": 0.5} for rank in range(6000)]
+    nodes = [{"node": node, "why": longest} for node in range(750)]
+    messages = network.pages(places, nodes).splitlines(keepends=True)
+    assert max(map(len, messages)) < network.LONGEST < len(network.encode("ranks", ranks=places, nodes=nodes))
+    for _ in range(2):
+        for message in messages:
+            assert not watch._answered.is_set()
+            watch.on_message(json.loads(message))
+        assert watch._answered.is_set()
+        assert [each["rank"] for each in watch._heartbeats] == [*range(6000)]
+        assert watch.nodes == nodes
+        watch._answered.clear()
 
 
 def test_loop_prints_nothing_while_the_watching_thread_ends_the_process(monkeypatch: pytest.MonkeyPatch):

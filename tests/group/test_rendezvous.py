@@ -7,6 +7,7 @@ rank 0 is not there, and test_namespaces.py separate machines."""
 import asyncio
 import contextlib
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -158,6 +159,17 @@ def test_another_version_of_the_program_is_named(begin: Starter, tmp_path: Path)
         assert [*first.wait(BOUND_S), *other.wait(BOUND_S)] == [2, 2], first.output + other.output
     for code in ("program code", "rankup code"):
         assert re.search(rf"rank 1 on {HOST} .*{code} must be \w+, got \w+", first.output), first.output
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+
+
+def test_rank_that_may_not_open_a_file_for_each_rank_says_so(forks: Forks, tmp_path: Path) -> None:
+    line = ("train", *TINY, "--batch-size=600", "--fake-samples=600", "--run-dir", tmp_path)
+    env = jobs.rank_env(0, 600, free_port())
+    output = forks.ends(*line, code=2, env=env, preload="tests.group.test_rendezvous:few_files")
+    assert "error: ulimit -n must be at least 1456 for a job of 600 ranks, got 1024 on " in output
 
 
 def test_imported_code_is_compared_not_the_files(forks: Forks, tmp_path: Path):

@@ -86,7 +86,7 @@ def test_fresh_job_killed_before_it_begins_is_still_fresh_after_a_restart(forks:
     def attempt(job: str, restart: int) -> str:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
         env = {**rank_env(0, 1, store.port), "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-        env["RANKUP_AGENT"] = json.dumps({"commit": {"job": job, "restarts": restart}, "record": record.path})
+        env["RANKUP_AGENT"] = json.dumps({"job": job, "restarts": restart, "record": record.path})
         return forks.ends(*line, env=env)
 
     yesterday, today = new_job(), new_job()
