@@ -292,16 +292,24 @@ def _of_this_user(sock: socket.socket) -> bool:
 
 
 class AgentLine:
-    """A rank's connection to its agent. `agent`: the content of RANKUP_AGENT. Call `receive` whenever `fileno` is
-    readable; it passes each message to `on_message`. Raises OSError if the agent has ended."""
+    """A rank's connection to its agent. Call `receive` whenever `fileno` is readable; it passes each message to
+    `on_message`."""
 
-    def __init__(self, agent: Mapping[str, Any], on_message: Callable[[Mapping[str, Any]], None]) -> None:
-        self._on_message, self._socket = on_message, socket.socket(socket.AF_UNIX)
-        self._socket.connect(agent["socket"])
+    def __init__(self, sock: socket.socket, on_message: Callable[[Mapping[str, Any]], None]) -> None:
+        self._on_message, self._socket = on_message, sock
         self._socket.settimeout(SAY_S)  # an agent that was stopped (SIGSTOP) reads nothing
         self._lock, self._begun = threading.Lock(), b""  # `_begun`: the beginning of an incomplete message
         self.fileno = self._socket.fileno()
-        self.send("rank", local_rank=agent["local_rank"])
+
+    @classmethod
+    def connect(cls, agent: Mapping[str, Any], on_message: Callable[[Mapping[str, Any]], None]) -> "AgentLine":
+        """Connect to the agent of `rankup launch`. `agent`: the content of RANKUP_AGENT. Raises OSError if the agent
+        has ended."""
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(agent["socket"])
+        line = cls(sock, on_message)
+        line.send("rank", local_rank=agent["local_rank"])
+        return line
 
     def receive(self) -> bool:
         """Read the messages that have come. Returns False if no more will come."""
@@ -332,7 +340,7 @@ class AgentLine:
 def tell_agent(agent: Mapping[str, Any], end: Mapping[str, Any]) -> None:
     """Tell the agent how this rank ends, over a new connection. `agent`: see `AgentLine`. `end`: see `End.entry`."""
     with contextlib.suppress(OSError):
-        line = AgentLine(agent, lambda message: None)
+        line = AgentLine.connect(agent, lambda message: None)
         with line._socket:
             line.send("end", **end)
             line.close()

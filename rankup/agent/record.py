@@ -89,11 +89,17 @@ class Record(ctypes.Structure):
         file, text = os.memfd_create(NAME), json.dumps(commit).encode()
         os.ftruncate(file, ctypes.sizeof(cls) + len(text))
         os.pwrite(file, text, ctypes.sizeof(cls))
-        record = cls._map(file)
-        record._file = file
-        weakref.finalize(record, os.close, file)
+        record = cls.of(file)
         record.rank, record.stop, record.confirmed = rank, NO_STOP, NO_STOP
         record.enter("start")
+        return record
+
+    @classmethod
+    def of(cls, file: int) -> "Record":
+        """Return the record in an open file, which this then owns."""
+        record = cls._map(file)
+        record.file = file
+        weakref.finalize(record, os.close, file)
         return record
 
     @classmethod
@@ -116,7 +122,7 @@ class Record(ctypes.Structure):
     @property
     def path(self) -> str:
         """The path by which other processes open this record, while this process keeps it open."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
+        return f"/proc/{os.getpid()}/fd/{self.file}"
 
     @property
     def place(self) -> str:

@@ -1,6 +1,6 @@
 """Joining the group: choose this rank's device and torch's backend, and connect all ranks into one process group.
 
-Agents meet before they start their ranks. Ranks of another launcher have no agent and meet themselves, see `member`.
+Agents meet before they start their ranks. Each rank of another launcher starts an agent of its own, see `own_agent`.
 """
 
 import contextlib
@@ -110,14 +110,14 @@ def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.s
     listener: socket.socket | None = None
     if (agent := group.rank_env.agent) is not None:
         commit = group.record.commit
-        line = AgentLine(agent, group.watch.on_message)
-        group.stop.add_reader(line.fileno, line.receive)
+        line = AgentLine.connect(agent, group.watch.on_message)
     else:
-        from rankup.group.member import MemberLine  # imported late: ranks with an agent do not need it
+        from rankup.group.own_agent import OwnAgent  # imported late: other ranks do not need it
 
-        line = MemberLine(group, timeout_s=timeout_s)
+        line = OwnAgent(group, timeout_s=timeout_s)
         commit = line.join()
         listener, group.status.attempt = line.listener, commit["job"]
+    group.stop.add_reader(line.fileno, line.receive)
     group.hosts = [host for host, count in commit["hosts"] for _ in range(count)]
     group.restarted = commit["restarts"] > 0
     group.watch.connect(line, group.hosts)

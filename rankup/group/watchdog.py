@@ -1,9 +1,9 @@
 """Deadlines, lost peers, and the end of this rank: every hang becomes an exit that names the suspect.
 
-Each rank has a line to the other ranks, apart from the training traffic: a local socket to its agent or, without an
-agent, its own connection to the leader (`rankup.group.member`). The thread of `rankup.group.stop` watches the clock and
-reads the line; it does nothing that could block. Another thread ends the rank. A process that is itself stopped
-(SIGSTOP, a frozen node) runs neither thread, so the others notice its silence. This module does not import torch.
+Each rank has a line to the other ranks, apart from the training traffic: a local socket to its agent. The thread of
+`rankup.group.stop` watches the clock and reads the line; it does nothing that could block. Another thread ends the
+rank. A process that is itself stopped (SIGSTOP, a frozen node) runs neither thread, so the others notice its silence.
+This module does not import torch.
 """
 
 import logging
@@ -53,7 +53,7 @@ class Watchdog:
         # Returns by process group how many collectives this rank has begun, see `Group.begun`
         self.begun: Callable[[], Mapping[str, int]] = dict
         self.quiet = False  # all ranks have finished: a rank that leaves now is no loss
-        self._line: Any = None  # an AgentLine or a MemberLine, once the ranks have met
+        self._line: Any = None  # an AgentLine or an OwnAgent, once the ranks have met
         self._lost: Mapping[str, Any] = {}  # the first message about a loss
         self._heard, self._answered = threading.Event(), threading.Event()  # set by a loss; set by the answer to `_ask`
         self._heartbeats: list[dict[str, Any]] = []

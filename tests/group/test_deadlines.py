@@ -143,15 +143,29 @@ def test_rank_without_heartbeats_is_found_long_before_a_deadline(
         assert_named(job, run, culprit, among=others)
 
 
-def test_rank_0_in_a_long_save_is_not_silent(forks: Forks, tmp_path: Path) -> None:
-    order = probe("save", 2, 0, sleep_s=12)
+@pytest.mark.parametrize("where", ["loss", "save"])
+def test_rank_0_that_holds_the_interpreter_lock_is_not_silent(where: str, forks: Forks, tmp_path: Path) -> None:
+    """Its agent is a process of its own, and leads the others meanwhile."""
+    order = probe(where, 2, 0, hold_s=12)
     preload = "tests.group.test_deadlines:accept_little_silence"
     forks.ends(*train(tmp_path / "run"), world_size=WORLD, env=order, preload=preload)
 
 
 def accept_little_silence() -> None:
-    timing.SILENT_S = 10.0  # heartbeats come every second
+    timing.SILENT_S = 8.0  # heartbeats come every second
     probe_saves()
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_rank_whose_agent_is_killed_counts_as_lost(culprit: int, forks: Forks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with forks.running(*train(run, "--max-steps=100000"), world_size=WORLD) as job:
+        job.wait_for("step 4")
+        agent, = psutil.Process(job.processes[culprit].pid).children()
+        agent.kill()
+        assert job.wait() == [171] * WORLD, job.output
+    assert_named(job, run, culprit, among=list(range(WORLD)))
+    assert_nothing_left(job)
 
 
 def test_culprit_that_wakes_last_names_itself(forks: Forks, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.group.member import read_place
+from rankup.agent.rank_agent import read_address
 from tests.rigs.fork_server import Forks, Job
 
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--tensorboard=false", "--name", "run")
@@ -38,7 +38,7 @@ def test_file_of_a_killed_run_is_replaced(forks: Forks, tmp_path: Path) -> None:
     killed = start(forks, file, 0)
     killed.wait_until(file.exists, "its file")
     killed.kill()
-    assert read_place(file) is not None
+    assert read_address(file) is not None
     finish(forks, file)
 
 

@@ -18,8 +18,7 @@ from rankup.agent import network
 from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PEER_LOST
-from rankup.group import watchdog
-from rankup.group.member import MemberLine
+from rankup.group import own_agent, watchdog
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog, describe
 
@@ -193,11 +192,10 @@ def test_state_is_rescued_only_once() -> None:
 def test_name_of_a_launchers_store_is_resolved_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
     """Otherwise a name that only a resolver knows would not work."""
     connected: list[str] = []
-    monkeypatch.setattr("rankup.group.member.TCPStore", lambda ip, *_, **__: connected.append(ip))
+    monkeypatch.setattr(own_agent, "TCPStore", lambda ip, *_, **__: connected.append(ip))
     with socket.create_server(("127.0.0.1", 0)) as store:
         launch = RankEnv(
             rank=1, world_size=2, master_addr="localhost", master_port=store.getsockname()[1], agent_store=True
         )
-        group: Any = SimpleNamespace(rank_env=launch, settings={}, log=logging.getLogger("quiet"))
-        MemberLine(group, timeout_s=60.0)
+        own_agent.launchers_store(launch, timeout_s=60.0)
     assert connected == ["127.0.0.1"]

@@ -27,12 +27,12 @@ from rankup.agent.leader import Leader
 from rankup.agent.leader_connection import LeaderConnection
 from rankup.agent.network import LONGEST, Link, encode
 from rankup.agent.protocol import Member
+from rankup.agent.rank_agent import read_address
 from rankup.agent.ranks import Options
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import JoinError, UserError
 from rankup.explain import diagnose_files, format_report
-from rankup.group.member import read_place
 from rankup.loop.agreement import Agreement
 from rankup.loop.weights import load_into
 from rankup.observe.metrics import cut_after
@@ -322,7 +322,7 @@ FORMATS = {
     "idx": Format(idx_files, lambda folder: read("mnist", folder), replaced=False),
     "pictures": Format(pictures, lambda folder: [decode(str(path)) for path in folder.iterdir()], replaced=False),
     "run": Format(run_folder, read_run),
-    "place": Format(lambda: {"p": b'{"rankup": ["127.0.0.1", 4711]}'}, lambda folder: read_place(folder / "p"),
+    "place": Format(lambda: {"p": b'{"rankup": ["127.0.0.1", 4711]}'}, lambda folder: read_address(folder / "p"),
                     replaced=False),
     "frames": Format(frames, lambda folder: asyncio.run(read_frames((folder / "frames").read_bytes())), replaced=False),
     "words": Format(words, read_words, replaced=False),

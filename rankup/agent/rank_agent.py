@@ -1,0 +1,273 @@
+"""The agent of a rank that another launcher started: a process beside the rank, which meets the others for it.
+
+Under torchrun, mpirun or srun nobody else could: a rank that holds the GIL, or dies, can neither answer nor lead. The
+rank starts this file as a program. It runs without torch, and shares a pair of sockets and the rank's record with the
+rank. The agent of rank 0 leads. An agent is a member of one membership: the launcher restarts its rank.
+
+| from the rank                                     | from its agent                                               |
+|---------------------------------------------------|--------------------------------------------------------------|
+| begin: the first message, see `RankAgent`         | say(text): print this line                                   |
+| end, ask, stop: as from a rank of `rankup launch` | lost, gone, ranks, stop: as to a rank of `rankup launch`     |
+| found(at=[ip, port] or null, problem)             | find: where does the leader listen, by the launcher's store? |
+|                                                   | listens(port): write this to the launcher's store            |
+|                                                   | commit(..., variables): the ranks have met                   |
+|                                                   | over(code, text, quiet): they have not. quiet: another rank  |
+|                                                   | of this machine prints the text                              |
+
+The agent ends when its rank ends, however it does. The one that leads first tells the others of a loss."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    # A rank starts this file by its path, so that it works in any directory
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import psutil
+
+from rankup import timing
+from rankup.agent.ends import End
+from rankup.agent.leader import Leader
+from rankup.agent.leader_connection import LeaderConnection
+from rankup.agent.network import LONGEST, Link, address_of, in_thread, interface_variables, listen
+from rankup.agent.processes import state_of
+from rankup.agent.protocol import MEMBERS, Member
+from rankup.agent.record import Record
+from rankup.env.rank_env import is_loopback
+from rankup.errors import FINISHED, JOIN_FAILED, ExpectedError, UserError, reason
+from rankup.places.files import write_atomically
+
+_started = list["subprocess.Popen[bytes]"]()  # Python warns if it forgets a process that still runs
+
+
+def start(record: Record) -> socket.socket:
+    """Start an agent for this process, a rank with this record. Returns the rank's socket; the first message must be
+    `begin`. The agent stays in the rank's process group, so that what kills that group leaves nothing behind."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        files = (theirs.fileno(), record.file)
+        # -P: a file of the user's folder must not replace a module of Python
+        words = [sys.executable, "-P", __file__, *map(str, files), str(os.getpid())]
+        _started.append(subprocess.Popen(
+            words, pass_fds=files, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        ))
+    return ours
+
+
+class RankAgent:
+    """`begin`: the first message. `member`: the rank as a member, without a token. `listen`: the IP address and port
+    where the leader listens. `leader`: where members find it: [host, port]; null if the rank asks the launcher's store.
+    `file`: the file in which rank 0 leaves its address, or "". `store_port`: where rank 0 serves torch's store. `job`:
+    the id of the attempt. `local_rank`: the rank's index on its machine. `silent_s`: the rank's `timing.SILENT_S`."""
+
+    def __init__(self, rank: Link, record: Record, pid: int, begin: Mapping[str, Any]) -> None:
+        self._rank, self._begin, self._pid = rank, begin, pid
+        timing.SILENT_S = begin["silent_s"]
+        self._file = Path(begin["file"]) if begin["file"] else None
+        me = Member(token=secrets.token_hex(8), **begin["member"])
+        self._connection = LeaderConnection(
+            me, self._find_leader, notice=self._say, records=lambda: {me.first_rank: record},
+            silent_s=timing.SILENT_S,
+        )
+        self._leader: Leader | None = None
+        if me.first_rank == 0:
+            self._leader = Leader(me, log=self._say, prepare=self._prepare, on_message=self._on_member_message)
+        self._port: int = begin["listen"][1]
+        self._found: asyncio.Future[Mapping[str, Any]] | None = None  # the answer to "find"
+        self._member = False  # whether this rank belongs to a membership
+        self._variables: dict[str, str] = {}  # they name the network interface
+
+    async def run(self) -> None:
+        """Return when the rank has ended and the others know it."""
+        listens = asyncio.create_task(self._listen_to_rank())
+        takes_part, _ = asyncio.create_task(self._take_part()), asyncio.create_task(self._stop_with_rank())
+        takes_part.add_done_callback(self._report_failure)
+        await listens
+        self._connection.close()
+        until_s = time.monotonic() + timing.LAST_MESSAGE_S
+        while self._member and self._leader and self._leader.seats and time.monotonic() < until_s:
+            await asyncio.sleep(timing.POLL_S)  # they learn that this rank is lost, and leave
+
+    async def _take_part(self) -> None:
+        if self._leader is None:
+            await self._connection.follow(self._on_message)
+            return
+        server = await listen(self._leader.accept, ip=self._begin["listen"][0], port=self._port)
+        self._port = server.sockets[0].getsockname()[1]
+        if self._file is not None:
+            await in_thread(self._publish)
+        self._rank.send("listens", port=self._port)
+        watch = asyncio.create_task(self._leader.watch())
+        await self._connection.follow(self._on_message)
+        await watch  # never returns: the leader must keep informing the other members
+
+    def _report_failure(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            code = error.code if isinstance(error, ExpectedError) else JOIN_FAILED
+            self._rank.send("over", code=code, text=reason(error), quiet=False)
+
+    def _say(self, text: str) -> None:
+        self._rank.send("say", text=text)
+
+    # The rank -----------------------------------------------------------------------------------------------------
+
+    async def _listen_to_rank(self) -> None:
+        """Take the rank's messages until it ends. A worker that the rank has forked may keep the socket open."""
+        ended = asyncio.create_task(self._wait_for_end())
+        while True:
+            receives = asyncio.ensure_future(self._rank.receive(MEMBERS))
+            await asyncio.wait([receives, ended], return_when=asyncio.FIRST_COMPLETED)
+            if not receives.done():  # the process has ended; what it said before is in the socket
+                await asyncio.wait([receives], timeout=timing.PAUSE_S)
+            try:
+                message = receives.result()
+            except (ConnectionError, asyncio.InvalidStateError):
+                return
+            if message["is"] != "found":
+                self._send(**message)
+            elif self._found is not None and not self._found.done():
+                self._found.set_result(message)
+
+    async def _wait_for_end(self) -> None:
+        """Wait until the rank's process has ended, or forever on a kernel that does not tell."""
+        ended = asyncio.Event()
+        with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(PermissionError, NotImplementedError, AttributeError):
+                asyncio.get_running_loop().add_reader(os.pidfd_open(self._pid), ended.set)
+            if os.getppid() == self._pid:
+                await ended.wait()
+
+    async def _stop_with_rank(self) -> None:
+        """While the rank is stopped (SIGSTOP), stop this process too, so that the others notice the silence."""
+        while True:
+            await asyncio.sleep(timing.TICK_S)
+            while state_of(self._pid) == "T":
+                time.sleep(timing.PAUSE_S)  # not asyncio's: nothing else may run
+
+    def _send(self, **message: Any) -> None:
+        """Pass a message of the rank on to the leader."""
+        kind = message.pop("is")
+        if self._leader is not None:
+            self._leader.take(kind, **message)
+        else:
+            self._connection.send(kind, **message)
+
+    # The meeting --------------------------------------------------------------------------------------------------
+
+    def _on_message(self, event: dict[str, Any]) -> bool:
+        """Handle a message of the leader. Returns True once this membership is lost: the process belongs to only one
+        membership, and must not disturb the next one."""
+        kind = event["is"]
+        if kind == "propose":
+            self._variables = interface_variables(os.environ, event["ip"])
+            self._connection.ready(event["n"])
+        elif kind == "commit":
+            self._member = True
+            self._rank.send("commit", **{name: value for name, value in event.items() if name != "is"},
+                            variables=self._variables)
+        elif self._member:
+            self._rank.send(kind, **{name: value for name, value in event.items() if name != "is"})
+        elif kind == "over":
+            # One rank per machine prints the text, and the rank that the text names
+            quiet = self._begin["local_rank"] > 0 and self._connection.me.who not in event["text"]
+            self._rank.send("over", code=event["code"], text=event["text"], quiet=quiet)
+        return self._member and kind in ("lost", "gone")
+
+    async def _prepare(self, n: int) -> Mapping[str, Any]:
+        """Return what a commit says besides its members, on the leader."""
+        assert self._leader is not None
+        # If the launcher has restarted any rank, this is a restart of the job, even if rank 0's own count is 0
+        restarts = max(member.restarts for member in self._leader.chosen)
+        return {"port": self._begin["store_port"], "job": self._begin["job"], "restarts": restarts}
+
+    def _on_member_message(self, member: Member, message: Mapping[str, Any]) -> None:
+        """Handle a member's message, on the leader. If one rank fails, all ranks end, the leader too, and the launcher
+        restarts them. New ranks that come too early wait for the next leader, even if their settings differ."""
+        assert self._leader is not None
+        over = message["is"] == "lost"
+        if message["is"] == "stop":
+            self._leader.stop(message["signal"])
+        elif message["is"] == "end" and message["code"] != FINISHED:
+            over = self._leader.running
+            self._leader.lose_by(member, End.read(message))
+        if over:
+            self._leader.over = "the job at this address is about to end"
+
+    # Where the leader is ------------------------------------------------------------------------------------------
+
+    async def _find_leader(self) -> tuple[str, int]:
+        """Return the leader's host and port. Raises OSError if they are not published yet, or UserError."""
+        if self._leader is not None:
+            return "127.0.0.1", self._port
+        if (file := self._file) is not None:
+            if found := await in_thread(lambda: read_address(file)):
+                return found
+            raise ConnectionError(f"rank 0 has not left its address in {file}")
+        if self._begin["leader"] is not None:
+            host, port = self._begin["leader"]
+            return host, port
+        self._found = asyncio.get_running_loop().create_future()
+        self._rank.send("find")
+        answer = await self._found
+        if answer["problem"]:
+            raise ConnectionError(answer["problem"])
+        host, port = answer["at"]
+        return host, port
+
+    def _publish(self) -> None:
+        """Write rank 0's address, in place of an earlier run's. Raises UserError if the file is not rankup's."""
+        assert self._file is not None
+        read_address(self._file)
+        reached = [ip for name in psutil.net_if_addrs() if (ip := address_of(name)) and not is_loopback(ip)]
+        write_atomically(self._file, json.dumps({"rankup": [(reached or ["127.0.0.1"])[0], self._port]}))
+
+
+def read_address(file: Path) -> tuple[str, int] | None:
+    """Read the IP address and port that rank 0 left in `file`. Returns None if there is no file, or an empty one, such
+    as mktemp makes. Raises UserError if the file holds something else, and OSError if it can't be read."""
+    try:
+        text = file.read_text(errors="replace")
+        if not text:
+            return None
+        ip, port = json.loads(text)["rankup"]
+        return str(ip), int(port)
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        raise UserError(
+            f"--init-method: {file} must be a new file, got one that holds something else. Name another."
+        ) from None
+
+
+async def _serve(line: int, record: int, pid: int) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=line), limit=LONGEST)
+    rank = Link(reader, writer)
+    with contextlib.suppress(ConnectionError):  # the rank has ended already
+        begin = await rank.receive()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whoever reads the rank's stderr must not wait for this process
+        await RankAgent(rank, Record.of(record), pid, begin).run()
+
+
+def main() -> None:
+    # A terminal and a batch system send these to each process. The rank gets them too, and says what they mean
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text("rank's agent")
+    asyncio.run(_serve(*map(int, sys.argv[1:])))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
