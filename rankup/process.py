@@ -86,7 +86,7 @@ class Program:
         rank_env, self._run_dir = self.rank_env, run_dir
         file = RankLog(run_dir, rank_env.rank)
         if agent:
-            Record.at(agent["record"]).name_run(run_dir)
+            Record.of_rank(agent).name_run(run_dir)
         setup_logging(rank=rank_env.rank, world_size=rank_env.world_size, file=file)
         if not guarded:  # a script prints to its own stdout
             copy_prints(file)
@@ -130,7 +130,7 @@ class Program:
     def end(self, error: BaseException) -> int:
         """Print why this process ends, tell torchrun or our agent, and return the exit code."""
         from rankup.agent.ends import End, tell_torchrun, what_next
-        from rankup.agent.protocol import tell_agent
+        from rankup.agent.links import tell_agent
 
         tell_torchrun(error)
         code, agent = exit_code(error), getattr(self.found, "agent", None)

@@ -1,7 +1,8 @@
 """The fork server: a process that has imported torch, from which a node's ranks are forked in tenths of a second.
 
 The agent runs this file as a program. They exchange JSON objects through a pipe of multiprocessing. `ForkServer`, the
-agent's side, asks to start and signal ranks. `Server` reports when it is ready, ranks' starts and ends, and warnings.
+agent's side, asks to start ranks. `Server` reports when it is ready, ranks' starts, and warnings. The ranks are
+children of the agent, which is a subreaper: it signals them, hears of their ends, and they outlive the server.
 
 A fork copies only the thread that calls it, but all locks and the state of every library. So the server must have only
 one thread and no open device, see `obstacle`. Otherwise it replaces itself with a process that imports nothing and
@@ -32,11 +33,21 @@ if not __package__:
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
 from rankup.agent import alone
+from rankup.agent.links import tell_agent
 from rankup.agent.logs import print_to
-from rankup.agent.processes import be_python, die_with_parent, end_of, kill_session, send_signal, state_of
-from rankup.agent.protocol import KILLED, tell_agent
+from rankup.agent.processes import (
+    be_python,
+    become_subreaper,
+    die_with_parent,
+    end_of,
+    has_ended,
+    reap_orphans,
+    send_signal,
+)
+from rankup.agent.protocol import KILLED
+from rankup.agent.record import Record
 from rankup.errors import FAULT, FINISHED
-from rankup.timing import KILL_S, POLL_S
+from rankup.timing import ADOPTED_S, KILL_S
 
 AGENT = "RANKUP_AGENT"
 STORE = -1  # stands for the store in place of a local rank
@@ -45,19 +56,22 @@ STORE = -1  # stands for the store in place of a local rank
 
 
 class ForkServer:
-    """The agent's side of the fork server, used in the event loop's thread. `pids`: the process ids of running ranks,
-    by local rank; 0 while a rank is being started. `ready` is set when the server has imported its modules."""
+    """The agent's side of the fork server, used in the event loop's thread, which must be the main thread. `pids`: the
+    process ids of running ranks, by local rank; 0 while a rank is being started. `ready` is set when the server has
+    imported its modules."""
 
     def __init__(
         self, *, on_end: Callable[[int, int], object], on_warning: Callable[[str], None], on_gone: Callable[[], None],
         on_start: Callable[[int, int], None] = lambda rank, pid: None,
     ) -> None:
         """`on_start` gets a local rank and its process id, `on_end` a local rank and its exit code. If the server was
-        killed, `on_end` is called for each of its ranks, then `on_gone`, which may start another server."""
+        killed, `on_end` is called for each rank that it had still to start, then `on_gone`, which may start another."""
         self._on_start, self._on_end, self._on_warning, self._on_gone = on_start, on_end, on_warning, on_gone
         self.pids: dict[int, int] = {}
         self._starts = 0  # how many starts were asked for; also the number of the newest start
-        self._newest: dict[int, int] = {}  # the number of each rank's newest start
+        self._newest: dict[int, int] = {}  # the number of each rank's newest start; also the store's, under STORE
+        self._running: dict[int, tuple[int, int]] = {}  # process id -> local rank or STORE, and number of the start
+        self._due: dict[int, list[int]] = {}  # signals for ranks that are being started
         self.ready = asyncio.Event()
 
     def start(
@@ -68,6 +82,7 @@ class ForkServer:
         fails, the rank repeats it and reports the error. `env`: the server's environment. Its OMP_NUM_THREADS and
         Python's own variables also count for forked ranks. `fork`: False starts ranks as fresh interpreters."""
         self.ready.clear()
+        become_subreaper()
         self._channel, theirs = connection.Pipe()
         order = {"channel": theirs.fileno(), "parent": os.getpid(), "fork": fork, "folder": folder,
                  "modules": [*modules], "preload": [*preload]}
@@ -80,28 +95,41 @@ class ForkServer:
         self.pid = self._process.pid
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel, self._on_readable)
+        self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
     def start_rank(
         self, local_rank: int, argv: Sequence[str], *, env: Mapping[str, str], name: str, cwd: str = "",
-        outputs: Sequence[int] = (),
+        outputs: Sequence[int] = (), line: Sequence[int] = (),
     ) -> None:
         """Start `python ARGV`. `env`: the whole environment. `name`: the name that `ps` shows. `outputs`: descriptors
-        of stdout and stderr; the caller closes its own."""
-        self._starts += 1
-        self.pids[local_rank], self._newest[local_rank] = 0, self._starts
+        of stdout and stderr. `line`: those of the socket and the record of a rank that knows of its agent; the rank
+        finds their numbers in RANKUP_AGENT. The caller closes its own descriptors."""
+        self.pids[local_rank] = 0
         request: dict[str, Any] = {"argv": [*argv], "env": dict(env), "cwd": cwd or os.getcwd()}
-        self._ask(outputs, start=local_rank, number=self._starts, name=name, **request)
+        self._start([*outputs, *line], start=local_rank, name=name, **request)
 
     def start_store(self, listener: socket.socket) -> None:
         """Replace the store: a child of the server serves a TCPStore on `listener`. The caller closes its own copy."""
-        self._ask([listener.fileno()], start=STORE, number=0, name="store")
+        self._start([listener.fileno()], start=STORE, name="store")
 
     def signal(self, local_rank: int, number: int) -> None:
         """Send a signal to a rank, see `send_signal`. Processes that the rank has started are killed when it ends."""
-        self._ask(signal=number, rank=local_rank)
+        if pid := self.pids.get(local_rank):
+            send_signal(pid, number)
+        elif pid == 0:
+            self._due.setdefault(local_rank, []).append(number)
 
     def close(self) -> None:
         """End the server and its store. Call this when no rank runs any more. No callback follows."""
+        self._loop.remove_signal_handler(signal.SIGCHLD)
+        self._end_server()
+        for pid, (which, _) in self._running.items():
+            send_signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                if which == STORE:  # not a rank, which may wait for a dead disk
+                    end_of(pid)
+
+    def _end_server(self) -> None:
         if not self._channel.closed:
             self._loop.remove_reader(self._channel)
         self._channel.close()
@@ -109,9 +137,15 @@ class ForkServer:
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may be importing from a disk that hangs
             self._process.wait(KILL_S)
 
-    def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
+    def _start(self, descriptors: Sequence[int], **request: Any) -> None:
+        self._starts += 1
+        which, self._newest[which] = request["start"], self._starts
+        # Kill what is left of the last membership: its store, or a rank that was given up because its disk is dead
+        for pid in [pid for pid, (each, _) in self._running.items() if each == which]:
+            send_signal(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):  # the server is gone, which `_on_readable` will notice
-            self._channel.send_bytes(json.dumps({**request, "descriptors": len(descriptors)}).encode())
+            request |= {"number": self._starts, "descriptors": len(descriptors)}
+            self._channel.send_bytes(json.dumps(request).encode())
             for descriptor in descriptors:
                 reduction.send_handle(self._channel, descriptor, self.pid)
 
@@ -119,33 +153,43 @@ class ForkServer:
         try:
             news = json.loads(self._channel.recv_bytes())
         except (EOFError, OSError):
-            self._loop.remove_reader(self._channel)
-            self._burial = asyncio.create_task(self._bury())
+            self._bury()
             return
         if "ready" in news:
             self.ready.set()
         elif "warning" in news:
             self._on_warning(news["warning"])
-        elif self._newest.get(rank := news["rank"]) == news["number"]:  # otherwise a store, or a rank that was given up
-            if "pid" in news:
-                self.pids[rank] = news["pid"]
-                self._on_start(rank, news["pid"])
-            else:
-                del self.pids[rank]
-                self._on_end(rank, news["code"])
+        else:
+            rank, number, pid = news["rank"], news["number"], news["pid"]
+            self._running[pid] = rank, number
+            if self._newest[rank] != number:  # the next membership came first
+                send_signal(pid, signal.SIGKILL)
+            elif rank != STORE:
+                self.pids[rank] = pid
+                for due in self._due.pop(rank, ()):
+                    send_signal(pid, due)
+                self._on_start(rank, pid)
 
-    async def _bury(self) -> None:
-        """Clean up after the server was killed. The kernel kills its children; this kills what they have started."""
-        lost, self.pids = self.pids, {}
-        pids = [pid for pid in lost.values() if pid]
-        for pid in pids:
-            kill_session(pid)
-        until_s = time.monotonic() + KILL_S
-        while any(state_of(pid) not in ("", "Z") for pid in pids) and time.monotonic() < until_s:
-            await asyncio.sleep(POLL_S)
-        self.close()
-        for local_rank in lost:
-            self._on_end(local_rank, KILLED)
+    def _reap(self) -> None:
+        """Take the ends of ranks, and of the orphans that a subreaper inherits from them."""
+        while not self._channel.closed and self._channel.poll():  # a rank may end before the news of its start is read
+            self._on_readable()
+        for pid in [*self._running]:
+            if not has_ended(pid):
+                continue
+            (rank, number), code = self._running.pop(pid), end_of(pid)
+            if self._newest[rank] == number and rank != STORE:
+                del self.pids[rank]
+                self._on_end(rank, code)
+        reap_orphans(but={self.pid, *self._running})
+
+    def _bury(self) -> None:
+        """Clean up after the server was killed. Its ranks live on."""
+        self._end_server()
+        lost = [rank for rank, pid in self.pids.items() if pid == 0]
+        for rank in lost:
+            del self.pids[rank]
+            self._on_end(rank, KILLED)
         self._on_gone()
 
 
@@ -164,21 +208,17 @@ def obstacle() -> str:
 
 
 class Server:
-    """The server process. It starts and signals the ranks and the store, which end with it. It ends with its agent."""
+    """The server process. It starts the ranks and the store, which the agent adopts. All of them end with the agent."""
 
     # A batch system sends these to every process of a job. The server blocks them, because the agent gets them too. A
     # rank unblocks them when its script begins. Server and ranks ignore SIGUSR1, until a rank sets a handler
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
-    def __init__(self, channel: "connection.Connection[Any, Any]", *, fork: bool) -> None:
-        self.channel, self.fork, self.pid, self._given = channel, fork, os.getpid(), [*os.environ]
-        self._running: dict[int, tuple[int, int]] = {}  # process id -> local rank or STORE, and number of the start
+    def __init__(self, channel: "connection.Connection[Any, Any]", *, fork: bool, agent: int) -> None:
+        """`agent`: the agent's process id."""
+        self.channel, self.fork, self.agent, self._given = channel, fork, agent, [*os.environ]
         signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        self._woken, self._waker = socket.socketpair()  # wakes `serve` when a child ends
-        self._waker.setblocking(False)
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def prepare(self, order: Mapping[str, Any]) -> None:
         """Import once what every rank would import."""
@@ -204,67 +244,58 @@ class Server:
     def serve(self) -> list[str]:
         """Serve the agent. Returns only in a forked rank, with its argv."""
         while True:
-            ready = connection.wait([self.channel, self._woken])
-            if self._woken in ready:
-                self._woken.recv(4096)
-            if self.channel in ready:
-                try:
-                    request = json.loads(self.channel.recv_bytes())
-                except (EOFError, OSError):
-                    os._exit(FINISHED)
-                if "signal" in request:
-                    self._signal(request["rank"], request["signal"])
-                elif self._start(request):
-                    return [*request["argv"]]
-            self._report_ends()
+            try:
+                request = json.loads(self.channel.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(FINISHED)
+            if self._start(request):
+                return [*request["argv"]]
 
     def tell(self, **news: Any) -> None:
         """Send a message to the agent. If the agent is gone, `serve` notices it at the next request."""
         with contextlib.suppress(OSError):
             self.channel.send_bytes(json.dumps(news).encode())
 
-    def _signal(self, local_rank: int, number: int) -> None:
-        for pid in [pid for pid, (each, _) in self._running.items() if each == local_rank]:
-            send_signal(pid, number)
-
     def _start(self, request: dict[str, Any]) -> bool:
         """Start a rank or the store. Returns True in the process of the new rank."""
-        which = request["start"]
         descriptors = [reduction.recv_handle(self.channel) for _ in range(request["descriptors"])]
-        # Kill what is left of the last membership: its store, or a rank that was given up because its disk is dead
-        self._signal(which, signal.SIGKILL)
-        if (pid := self._fork(request["name"])) == 0:
-            self.channel.close()  # an open copy would hide the end of the server from the agent
-            if which == STORE:
-                _serve_store(socket.socket(fileno=descriptors[0]))
-            self._become(request, descriptors)
-            return True
-        for descriptor in descriptors:  # no rank may inherit the output of another rank
-            os.close(descriptor)
-        self._running[pid] = which, request["number"]
-        self.tell(rank=which, number=request["number"], pid=pid)
-        return False
-
-    def _fork(self, name: str) -> int:
-        """Fork like os.fork. The child leads its own process group (setsid), and ends with the server."""
+        if between := os.fork():
+            for descriptor in descriptors:  # no rank may inherit the output of another rank
+                os.close(descriptor)
+            os.waitpid(between, 0)
+            return False
+        # The process in between ends at once, so that the agent inherits the rank. It tells the rank's id before: the
+        # agent can't see the rank end earlier
+        between = os.getpid()
         if pid := os.fork():
-            return pid
+            self.tell(rank=request["start"], number=request["number"], pid=pid)
+            os._exit(FINISHED)
         os.setsid()
-        die_with_parent(self.pid)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._woken.close()
-        self._waker.close()
+        while os.getppid() == between:
+            time.sleep(ADOPTED_S)
+        die_with_parent(self.agent)
+        self.channel.close()  # an open copy would hide the end of the server from the agent
         with contextlib.suppress(OSError):
-            Path("/proc/self/comm").write_text(name)  # otherwise `ps` shows the server's name
-        return 0
+            Path("/proc/self/comm").write_text(request["name"])  # otherwise `ps` shows the server's name
+        if request["start"] == STORE:
+            _serve_store(socket.socket(fileno=descriptors[0]))
+        self._become(request, descriptors)
+        return True
 
-    def _become(self, request: dict[str, Any], outputs: Sequence[int]) -> None:
+    def _become(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
         """Do what a fresh interpreter does at its start, except for `be_python`'s part. Without `fork`, exec one."""
-        terminal = [_copy_of(stream) for stream in (1, 2)] if AGENT in request["env"] else []
+        outputs, line = descriptors[:2], descriptors[2:]
+        terminal = [_copy_of(stream) for stream in (1, 2)] if line else []
         for stream, descriptor in enumerate(outputs, start=1):
             os.dup2(descriptor, stream)
             os.close(descriptor)
+        if line:
+            agent = {**json.loads(request["env"][AGENT]), "line": line[0], "record": f"/proc/self/fd/{line[1]}"}
+            if not self.fork:  # the rank moves Python's streams there when it opens its log
+                agent["terminal"] = terminal
+            request["env"][AGENT] = json.dumps(agent)
+            for descriptor in (*line, *([] if self.fork else terminal)):  # a script may replace itself by exec
+                os.set_inheritable(descriptor, True)
         for name in {*self._given} - request["env"].keys():  # variables that imports have set stay
             os.environ.pop(name, None)
         os.environ.update(request["env"])
@@ -273,10 +304,6 @@ class Server:
             if callable(signal.getsignal(signal.SIGINT)):  # Python's handler would raise KeyboardInterrupt here
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
-            if terminal:  # the rank moves Python's streams there when it opens its log
-                for descriptor in terminal:
-                    os.set_inheritable(descriptor, True)
-                os.environ[AGENT] = json.dumps({**json.loads(os.environ[AGENT]), "terminal": terminal})
             os.execv(sys.executable, [sys.executable, *request["argv"]])
         print_to(terminal)
         if os.environ.get("PYTHONFAULTHANDLER"):
@@ -288,13 +315,6 @@ class Server:
         if torch := sys.modules.get("torch"):
             torch.default_generator.seed()
             torch.set_num_threads(self.num_threads)
-
-    def _report_ends(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                start, code = self._running.pop(ended.si_pid, None), end_of(ended.si_pid)
-                if start is not None:
-                    self.tell(rank=start[0], number=start[1], code=code)
 
 
 def _copy_of(stream: int) -> int:
@@ -332,7 +352,7 @@ def main() -> list[str]:
     die_with_parent(order["parent"])
     del sys.path[0]  # each rank puts its script's folder there
     os.set_inheritable(order["channel"], False)
-    server = Server(connection.Connection(order["channel"]), fork=order["fork"])
+    server = Server(connection.Connection(order["channel"]), fork=order["fork"], agent=order["parent"])
     if order["fork"]:
         server.prepare(order)
         if why := obstacle():
@@ -346,10 +366,10 @@ def main() -> list[str]:
 
 def say_why(code: int, why: str) -> None:
     """Tell this rank's agent why the rank ends; if there is no error, whether it has met another rank."""
-    with contextlib.suppress(LookupError, ValueError):  # the script may have changed its environment
+    with contextlib.suppress(LookupError, ValueError, OSError):  # the script may have changed its environment
         agent = json.loads(os.environ[AGENT])
         if not why:
-            alone.note(agent["place"])
+            Record.at(agent["record"]).alone = alone.is_alone()
             return
         from rankup.agent.ends import End
 

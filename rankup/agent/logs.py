@@ -255,9 +255,7 @@ def show(head: str, lines: Sequence[str], stream: TextIO) -> None:
 def script_environment(run_dir: Path, rank: int, environ: Mapping[str, str], *, record: str) -> dict[str, str]:
     """Return the variables that make a script write its stacks when it gets SIGRTMAX, and note in the `record` whether
     it met another rank, see `script_site`."""
-    path = run_dir.resolve() / STACKS / f"rank-{rank}.txt"
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path = run_dir.absolute() / STACKS / f"rank-{rank}.txt"
     folders = [str(Path(__file__).with_name("script_site")), environ.get("PYTHONPATH")]
     return {
         "RANKUP_STACKS": str(path), "RANKUP_RECORD": record, "PYTHONPATH": os.pathsep.join(filter(None, folders)),
@@ -293,12 +291,14 @@ class OutputReader:
     If the script imports rankup, Python's own streams lead elsewhere (`print_to`), because the rank itself writes to
     its file what it prints and logs."""
 
-    def __init__(self, rank: int, world_size: int, *, run_dir: Callable[[], Path | None]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, *, run_dir: Callable[[], Path | None], fail: Callable[[UserError], object],
+    ) -> None:
         """`run_dir`: returns the folder of the run, or None as long as it is unknown. The rank's last lines are written
-        once it is known. Raises UserError if it is known now, and the rank's file can't be written."""
-        self._rank, self._head, self._run_dir = rank, line_head(rank, world_size), run_dir
+        once it is known. `fail`: called in the thread if it is known now, and the rank's file can't be written."""
+        self._rank, self._head, self._run_dir, self._fail = rank, line_head(rank, world_size), run_dir, fail
         self._tail, self.last_error = deque[str](maxlen=TAIL), ""  # `last_error`: the newest line of stderr
-        self._file = RankLog(known, rank) if (known := run_dir()) is not None else None
+        self._file: RankLog | None = None
         (stdout, out), (stderr, error) = os.pipe(), os.pipe()
         self.outputs = [out, error]
         self.thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
@@ -318,6 +318,7 @@ class OutputReader:
             os.close(file.fileno())
 
     def _read(self, pipes: dict[int, str]) -> None:
+        self._look_for_run(self._fail)
         rest, poll = dict.fromkeys(pipes, b""), select.poll()
         for pipe in pipes:
             poll.register(pipe, select.POLLIN)
@@ -339,11 +340,13 @@ class OutputReader:
         if self._file is not None:
             os.close(self._file.fileno())
 
-    def _look_for_run(self) -> None:
+    def _look_for_run(self, fail: Callable[[UserError], object] = lambda error: None) -> None:
         if self._file is None and (run_dir := self._run_dir()) is not None:
-            with contextlib.suppress(UserError):
+            try:
                 self._file = RankLog(run_dir, self._rank)
                 self._file.add(self._tail)
+            except UserError as error:
+                fail(error)
 
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
         self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])

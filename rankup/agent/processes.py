@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
@@ -86,6 +86,13 @@ def kill_session(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a child has ended; False for a process that this one has yet to inherit."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
+
+
 def end_of(pid: int) -> int:
     """Return the exit code of a child that has ended, as a shell reports it. Before that, kill the rest of its process
     group, such as DataLoader workers, which would hold memory and a GPU. After waitpid the id may be reused."""
@@ -94,11 +101,19 @@ def end_of(pid: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def reap_orphans() -> None:
-    """Reap children that have ended. A container's first process also inherits orphans."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):
-            pass
+def become_subreaper() -> None:
+    """From now on, let this process inherit the orphans of its descendants, as a container's first process does."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def reap_orphans(*, but: Collection[int] = ()) -> None:
+    """Reap inherited children that have ended, except those in `but`. Leave children of this process's own session to
+    the code that has started them."""
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in but or os.getsid(ended.si_pid) == os.getsid(0):
+                break  # another signal comes for it, and then for what this leaves
+            os.waitpid(ended.si_pid, 0)
 
 
 # Open files ----------------------------------------------------------------------------------------------------------
@@ -112,8 +127,8 @@ def allow_open_files(least: int, *, what: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the kernel has no "unlimited" here
     if least > hard:
         raise UserError(
-            f"ulimit -n must be at least {least} for {what}, got {hard} on {os.uname().nodename}. Raise the "
-            "hard limit: LimitNOFILE= of systemd, --ulimit nofile= of docker, or limits.conf."
+            f"ulimit -n must be at least {least} for {what}, got {hard} on {os.uname().nodename}. Raise the hard limit "
+            "(LimitNOFILE in systemd, ulimits in compose)."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, max(least, OPEN_FILES))), hard))
 

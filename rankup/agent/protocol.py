@@ -1,7 +1,7 @@
 """The messages between the members of a job: one JSON object per line, over TCP. Imports no torch.
 
-A member is the agent of a node, or a rank if another launcher started the ranks. The leader runs in the process of the
-member with rank 0. Each member, also that one, keeps a connection to the leader until the job ends. Members meet as in
+A member is the agent of a node, or of one rank if another launcher started the ranks. The leader runs in the agent of
+rank 0. Each member, also that one, keeps a connection to the leader until the job ends. Members meet as in
 torchelastic's rendezvous: the leader proposes membership `n`, and commits it once all are ready. `n` only grows.
 
 | from a member                                      | from the leader                                            |
@@ -34,22 +34,13 @@ torchelastic's rendezvous: the leader proposes membership `n`, and commits it on
 No receiver unpickles or executes what arrives. A process that sends anything else is disconnected.
 """
 
-import asyncio
-import contextlib
-import json
-import os
 import re
-import secrets
-import socket
-import struct
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rankup.agent.network import LONGEST, Link, encode
+from rankup.agent.network import Link
 from rankup.env.rank_env import holders, ranges
-from rankup.timing import SAY_S
 
 MOST_HOSTS = 8  # how many hosts one line names at most
 HINT = (
@@ -82,7 +73,7 @@ MEMBERS: dict[str, dict[str, Any]] = {
     },
     "leads": {**KNOWLEDGE, "port": range(65536)}, "has": {"n": INT, "v": INT}, "ready": {"n": INT, "problem": str},
     "alive": {"ranks?": [{"rank": INT, "ago_s": float}], "warm?": bool}, "standing": {"n": INT, "step": INT},
-    "ending": {"n": INT, **END}, "end": {"n?": INT, **END}, "stop": {"signal": SIGNALS}, "rank": {"local_rank": INT},
+    "ending": {"n": INT, **END}, "end": {"n?": INT, **END}, "stop": {"signal": SIGNALS},
 }
 LEADERS: dict[str, dict[str, Any]] = {
     "leader": {**KNOWLEDGE, "over": str, "at?": (str, range(65536))},
@@ -221,126 +212,3 @@ def differences(member: Member, model: Member, *, arguments: bool) -> str:
         found.append("{} must be {}, got {}".format(*(text[:200].encode("unicode_escape").decode() for text in row)))
     way_out = "Start all nodes of a job with the same program, arguments and settings, and another job at another port."
     return f"{member.who} differs from {model.who}: {'; '.join(found)}. {way_out}" if found else ""
-
-
-# An agent and its ranks ----------------------------------------------------------------------------------------------
-
-
-class Links:
-    """An agent's connections to its ranks, if their script imports rankup. `address`: the name of the local socket.
-
-    | from a rank                            | from the agent                              |
-    |----------------------------------------|---------------------------------------------|
-    | rank(local_rank): its first message    | lost(n, ranks, host, why), gone             |
-    | end: an End, just before the rank ends | ranks(ranks): where each rank of the job is |
-    | stop(signal): the rank got a signal    |                                             |
-    | ask: where is each rank of the job?    |                                             |
-    """
-
-    def __init__(self, on_message: Callable[[int, Mapping[str, Any]], None]) -> None:
-        """`on_message`: receives each message of a rank, with the local rank."""
-        self._on_message = on_message
-        self._links: dict[int, Link] = {}
-        self.lost = b""  # the message for ranks that connect after the membership was lost
-        self.address = ""
-        self._server: asyncio.Server | None = None
-
-    async def open(self) -> None:
-        """Start to listen. The socket's name can't be guessed, and processes of other users are turned away."""
-        # An abstract socket, whose name begins with a zero byte, leaves no file behind, however the agent ends
-        self.address = f"\0rankup-{secrets.token_hex(16)}"
-        self._server = await asyncio.start_unix_server(self._accept, self.address, limit=LONGEST)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link, local_rank = Link(reader, writer), -1
-        try:
-            if not _of_this_user(writer.get_extra_info("socket")):
-                return
-            local_rank = (await link.receive(MEMBERS))["local_rank"]
-            self._links[local_rank] = link
-            link.write(self.lost)
-            while True:
-                self._on_message(local_rank, await link.receive(MEMBERS))
-        except (ConnectionError, LookupError, ValueError, asyncio.CancelledError):
-            pass  # the rank or the event loop has ended. Python 3.11 prints a traceback if this raises CancelledError
-        finally:
-            link.close()
-            if self._links.get(local_rank) is link:
-                del self._links[local_rank]
-
-    async def catch_up(self) -> None:
-        """Read the last messages of ranks that have ended. After a stall of this process, the exit codes may arrive
-        before them, because it takes several turns of the event loop to accept a connection and to read from it."""
-        for _ in range(10):
-            await asyncio.sleep(0)
-
-    def tell(self, kind: str, **values: Any) -> None:
-        """Send a message to all connected ranks."""
-        if kind in ("lost", "gone"):
-            self.lost = encode(kind, **values)
-        for link in self._links.values():
-            link.send(kind, **values)
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-
-
-def _of_this_user(sock: socket.socket) -> bool:
-    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # process, user, group
-    return bool(user == os.geteuid())
-
-
-class AgentLine:
-    """A rank's connection to its agent. Call `receive` whenever `fileno` is readable; it passes each message to
-    `on_message`."""
-
-    def __init__(self, sock: socket.socket, on_message: Callable[[Mapping[str, Any]], None]) -> None:
-        self._on_message, self._socket = on_message, sock
-        self._socket.settimeout(SAY_S)  # an agent that was stopped (SIGSTOP) reads nothing
-        self._lock, self._begun = threading.Lock(), b""  # `_begun`: the beginning of an incomplete message
-        self.fileno = self._socket.fileno()
-
-    @classmethod
-    def connect(cls, agent: Mapping[str, Any], on_message: Callable[[Mapping[str, Any]], None]) -> "AgentLine":
-        """Connect to the agent of `rankup launch`. `agent`: the content of RANKUP_AGENT. Raises OSError if the agent
-        has ended."""
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(agent["socket"])
-        line = cls(sock, on_message)
-        line.send("rank", local_rank=agent["local_rank"])
-        return line
-
-    def receive(self) -> bool:
-        """Read the messages that have come. Returns False if no more will come."""
-        try:
-            data = self._socket.recv(1 << 16)
-            *whole, self._begun = (self._begun + data).split(b"\n")
-            for line in whole:
-                self._on_message(json.loads(line))
-        except (OSError, ValueError):
-            return False
-        return bool(data)
-
-    def send(self, kind: str, **values: Any) -> bool:
-        """Send a message to the agent, from any thread. Raises nothing. Returns False if the agent can't be reached."""
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(encode(kind, **values))
-            return True
-        return False
-
-    def close(self) -> None:
-        """Close after the agent has read all messages. Otherwise the agent might notice the end of this process first.
-        Waits SAY_S at most, and again after each message that comes meanwhile. Raises OSError if the agent is gone."""
-        self._socket.shutdown(socket.SHUT_WR)
-        while self.receive():
-            pass
-
-
-def tell_agent(agent: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Tell the agent how this rank ends, over a new connection. `agent`: see `AgentLine`. `end`: see `End.entry`."""
-    with contextlib.suppress(OSError):
-        line = AgentLine.connect(agent, lambda message: None)
-        with line._socket:
-            line.send("end", **end)
-            line.close()

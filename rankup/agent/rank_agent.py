@@ -140,13 +140,12 @@ class RankAgent:
                 self._found.set_result(message)
 
     async def _wait_for_end(self) -> None:
-        """Wait until the rank's process has ended, or forever on a kernel that does not tell."""
+        """Wait until the rank's process has ended, or forever on a kernel or in a container that does not tell."""
         ended = asyncio.Event()
-        with contextlib.suppress(ProcessLookupError):
-            with contextlib.suppress(PermissionError, NotImplementedError, AttributeError):
-                asyncio.get_running_loop().add_reader(os.pidfd_open(self._pid), ended.set)
-            if os.getppid() == self._pid:
-                await ended.wait()
+        with contextlib.suppress(OSError, AttributeError):  # from Linux 5.3 on
+            asyncio.get_running_loop().add_reader(os.pidfd_open(self._pid), ended.set)
+        if os.getppid() == self._pid:
+            await ended.wait()
 
     async def _stop_with_rank(self) -> None:
         """While the rank is stopped (SIGSTOP), stop this process too, so that the others notice the silence."""
@@ -250,13 +249,16 @@ def read_address(file: Path) -> tuple[str, int] | None:
         ) from None
 
 
-async def _serve(line: int, record: int, pid: int) -> None:
+async def serve(line: int, record: int, pid: int) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=line), limit=LONGEST)
     rank = Link(reader, writer)
     with contextlib.suppress(ConnectionError):  # the rank has ended already
         begin = await rank.receive()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whoever reads the rank's stderr must not wait for this process
-        await RankAgent(rank, Record.of(record), pid, begin).run()
+        try:
+            await RankAgent(rank, Record.of(record), pid, begin).run()
+        except Exception as error:  # without this, a bug of rankup would have no trace
+            rank.send("over", code=JOIN_FAILED, text=reason(error), quiet=False)
 
 
 def main() -> None:
@@ -265,7 +267,7 @@ def main() -> None:
         signal.signal(each, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("rank's agent")
-    asyncio.run(_serve(*map(int, sys.argv[1:])))
+    asyncio.run(serve(*map(int, sys.argv[1:])))
     os._exit(0)
 
 

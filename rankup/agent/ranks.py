@@ -1,6 +1,7 @@
 """Starts this node's ranks with the variables that torchrun sets, watches them, and ends them. Imports no torch."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import logging
@@ -17,10 +18,11 @@ from typing import Any
 from rankup import timing
 from rankup.agent.ends import End, Verdict, write_end
 from rankup.agent.fork_server import ForkServer
+from rankup.agent.links import Links
 from rankup.agent.logs import OutputReader, announce_stacks, host_name, last_exception, script_environment
 from rankup.agent.network import SECRET_FILE, in_thread
-from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, oom_kills, reap_orphans, within
-from rankup.agent.protocol import KILLED, Links
+from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, in_background, oom_kills
+from rankup.agent.protocol import KILLED
 from rankup.agent.quorum import NONE
 from rankup.agent.record import Record
 from rankup.agent.script import Script
@@ -98,13 +100,14 @@ class Ranks:
         """`send` sends a message to the leader. `on_stop` receives the name of a signal that a rank got. `begin` starts
         a task. `finish` ends this agent with a verdict."""
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
-        self.knows_us, self.host = self.script.imports_rankup, host_name()
+        self.imports_rankup, self.host = self.script.imports_rankup, host_name()
+        self._imports = self.script.safe_imports(), *self.script.own_imports()
         self._num_threads = max(1, int(cpu_quota() // self.node.local_world_size))
         local_ranks = range(self.node.local_rank, self.node.local_rank + self.node.nproc)
         self._words = [self.script.command(local_rank=local_rank) for local_rank in local_ranks]
         self.send, self.on_stop, self.begin, self.finish = send, on_stop, begin, finish
         self.ranks: list[Rank] = []
-        self.links = Links(self._on_rank_message)
+        self.links = Links[Rank](self._on_rank_message)
         self.server = ForkServer(
             on_start=self._announce, on_end=lambda local, code: begin(self._on_rank_end(self.ranks[local], code)),
             on_warning=log.warning, on_gone=self._forget_server,
@@ -118,15 +121,16 @@ class Ranks:
         self._noticed = False  # the script got a notice, which also holds for the ranks that start later
         self._notifying: asyncio.Task[None] | None = None
         self._oom_kills = oom_kills()
+        self._writing = list["concurrent.futures.Future[None]"]()  # what threads still write about ends of ranks
 
     async def open(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._start_server()
-        if self.knows_us:
-            await self.links.open()
 
     def close(self) -> None:
         self.server.close()
         self.links.close()
+        concurrent.futures.wait(self._writing, timing.REPORT_END_S)
         until_s = time.monotonic() + timing.LAST_MESSAGE_S
         for reader in [rank.reader for rank in self.ranks if rank.reader is not None]:
             reader.thread.join(max(0.0, until_s - time.monotonic()))  # it may still have lines to write
@@ -145,14 +149,15 @@ class Ranks:
 
     def _start_server(self) -> None:
         """Start the fork server early, so that it imports torch while the agents meet."""
-        fork, (preload, folder) = self.knows_us and self.options.fork, self.script.own_imports()
+        modules, preload, folder = self._imports
         # torch reads the number of threads when it is imported, so the forked ranks have the server's
         env = {**HASH_SEED, "OMP_NUM_THREADS": str(self._num_threads), **os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        self.server.start(self.script.safe_imports(), env=env, preload=preload, folder=folder, fork=fork)
+        fork = self.imports_rankup and self.options.fork
+        self.server.start(modules, env=env, preload=preload, folder=folder, fork=fork)
 
     def _forget_server(self) -> None:
         if self.server.ready.is_set():
-            log.warning("the process that forks the ranks was killed, and the ranks with it")
+            log.warning("the process that forks the ranks was killed: another one is started")
             self._start_server()
         else:  # the server was killed while it imported torch, which would happen to the next one too
             self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
@@ -173,7 +178,7 @@ class Ranks:
                 return False
             self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])
         self._commit, self._oom_kills = commit, oom_kills()
-        self.links.lost = b""
+        self.links.begin()
         self.all_ended.clear()
         first = self.node.first_rank
         local_ranks = range(self.node.nproc)
@@ -181,7 +186,7 @@ class Ranks:
         for rank in self.ranks:
             self._start(rank)
         if self._passed_on:  # the signal came before these ranks started
-            self._signal(self._passed_on, told=not self.knows_us)
+            self._signal(self._passed_on, told=not self.imports_rankup)
         elif self._noticed:
             self.notice()
         return True
@@ -194,16 +199,21 @@ class Ranks:
         env = self._environment(rank)
         # A rank that imports rankup says later which run it is in, and where its log is
         rank.reader = OutputReader(
-            rank.number, self.node.world_size, run_dir=lambda: rank.record.run_dir if self.knows_us else self.run_dir,
+            rank.number, self.node.world_size, fail=self._fail_from_thread,
+            run_dir=lambda: rank.record.run_dir if self.imports_rankup else self.run_dir,
         )
-        if not self.knows_us:
+        if not self.imports_rankup:
             rank.record.enter("script")
             env |= script_environment(self.run_dir, rank.number, env, record=rank.record.place)
             log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
-        self.server.start_rank(
-            rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir,
-            outputs=rank.reader.outputs,
-        )
+        with contextlib.ExitStack() as opened:
+            line = list[int]()
+            if self.imports_rankup:
+                line = [opened.enter_context(self.links.open(rank)).fileno(), rank.record.file]
+            self.server.start_rank(
+                rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir,
+                outputs=rank.reader.outputs, line=line,
+            )
         for output in rank.reader.outputs:
             os.close(output)
 
@@ -214,7 +224,7 @@ class Ranks:
         commit, node, local = self._commit, self.node, self.node.local_world_size
         local_rank, size = node.local_rank + rank.local_rank, node.world_size
         # PET_ variables are options of torchrun. A script that imports rankup may read our settings, like RANKUP_CACHE
-        hidden = ("PET_", SECRET_FILE) if self.knows_us else ("PET_", "RANKUP_")
+        hidden = ("PET_", SECRET_FILE) if self.imports_rankup else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default: dict[str, Any] = {
             **HASH_SEED,
@@ -237,25 +247,32 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": commit.get("store"),  # if False, rank 0 opens a store at MASTER_PORT
         }
         ours = as_scheduled_task(os.environ, rank=rank.number, local=local_rank, size=size, local_size=local)
-        if self.knows_us:
+        if self.imports_rankup:
             ours["RANKUP_AGENT"] = json.dumps({
-                "job": commit["job"], "restarts": commit["restarts"], "record": rank.record.path,
-                "place": rank.record.place, "socket": self.links.address, "local_rank": rank.local_rank,
-                "run": self.options.run,
-            })
+                "job": commit["job"], "restarts": commit["restarts"], "run": self.options.run,
+            })  # the fork server adds where the rank finds its line and its record
         values = {**by_default, **given, **self.interface, **set_by_torchrun, **ours}
         return {name: str(value) for name, value in values.items()}
 
     def _announce(self, local_rank: int, pid: int) -> None:
-        if not self.knows_us:
-            with contextlib.suppress(OSError):  # without this line `rankup stacks` cannot ask the rank
-                announce_stacks(self.run_dir, self.ranks[local_rank].number, self.node.world_size, pid)
+        if not self.imports_rankup:  # without this line `rankup stacks` cannot ask the rank
+            rank, size = self.ranks[local_rank].number, self.node.world_size
+            self._write(lambda: announce_stacks(self.run_dir, rank, size, pid))
+
+    def _write(self, work: Callable[[], object]) -> None:
+        """Write to the run's disk, which may hang, in a thread. `close` waits for it a moment. Errors are ignored."""
+        self._writing = [each for each in self._writing if not each.done()] + [in_background(work)]
+
+    def _fail_from_thread(self, error: Exception) -> None:
+        async def fail() -> None:
+            raise error
+
+        self._loop.call_soon_threadsafe(lambda: self.begin(fail()))
 
     # What the ranks report ------------------------------------------------------------------------------------------
 
-    def _on_rank_message(self, local_rank: int, message: Mapping[str, Any]) -> None:
+    def _on_rank_message(self, rank: Rank, message: Mapping[str, Any]) -> None:
         """Handle a message of a rank whose script imports rankup."""
-        rank = self.ranks[local_rank]
         if message["is"] == "end" and rank.running:
             # Tell the leader now: the process may take a while to end, and the other ranks wait for it
             rank.said = End.read(message)
@@ -267,7 +284,6 @@ class Ranks:
             self.on_stop(message["signal"])  # otherwise the rank only reports the SIGTERM that this agent sent
 
     async def _on_rank_end(self, rank: Rank, code: int) -> None:
-        reap_orphans()  # a container's first process inherits orphans of ranks that have ended
         await self.links.catch_up()
         if (reader := rank.reader) is not None:
             # A process that the rank left behind may keep the pipes open, and an unread terminal costs PRINT_S. Do not
@@ -282,30 +298,33 @@ class Ranks:
             return
         rank.running, record, reader = False, rank.record.read(), rank.reader
         cause, suspect = (rank.said.why, rank.said.suspect) if rank.said is not None else ("", None)
-        if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
+        if code == FINISHED and self.imports_rankup and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0 before it had finished: this counts as code 1", rank.number)
             code, cause = FAULT, "it ended with 0 before it had finished"
         elif code == FINISHED and not rank.told:
             rank.alone = bool(record.alone) and record.phase in ("start", "script")  # rankup.init enters other phases
         elif code == KILLED and not rank.told:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
-        elif reader is not None and code != FINISHED and not self.knows_us:
+        elif reader is not None and code != FINISHED and not self.imports_rankup:
             cause = last_exception(reader.tail)
             if not cause and code == FAULT and reader.last_error:  # perhaps from `sys.exit("text")`
                 cause = f"stderr: {reader.last_error}"
         end = End(rank.number, self.host, code, cause, record.step, rank.told, suspect)
-        if not self.knows_us:
+        if not self.imports_rankup:
             attempt = f"{self._commit['job']}-{self._commit['restarts']}"
-            within(timing.LAST_MESSAGE_S, lambda: write_end(self.run_dir, attempt, end))
+            self._write(lambda: write_end(self.run_dir, attempt, end))
         if reader is not None and rank.said is None and end.explains and code != FINISHED:
-            within(timing.LAST_MESSAGE_S, partial(reader.keep_in, self.run_dir))  # perhaps it had not named its run yet
-            if advice := self.options.advice(reader.tail):
-                log.warning("%s", advice)
+            self._write(partial(self._keep_last_lines, reader))
         self.send("end", n=self._commit["n"], **end.entry())
         if not self.running:
             if self.node.world_size > 1 and all(each.alone for each in self.ranks):
                 log.warning(ALONE, self.script.name, self.node.world_size, self.node.world_size, self.script.name)
             self.all_ended.set()
+
+    def _keep_last_lines(self, reader: OutputReader) -> None:
+        if advice := self.options.advice(reader.tail):
+            log.warning("%s", advice)
+        reader.keep_in(self.run_dir)  # perhaps the rank had not named its run yet
 
     # Leaving --------------------------------------------------------------------------------------------------------
 
@@ -313,7 +332,7 @@ class Ranks:
         """Begin to end this node's ranks. `node_lost`: the cause is a lost node, so no rank's end has to show it, and a
         script that does not import rankup gets SIGTERM at once."""
         if self._leaving is None or self._leaving.done():
-            notice_s = 0.0 if node_lost and not self.knows_us else timing.UNNOTICED_S
+            notice_s = 0.0 if node_lost and not self.imports_rankup else timing.UNNOTICED_S
             self._leaving = self.begin(self._leave(notice_s))
 
     async def left(self) -> None:
@@ -323,28 +342,28 @@ class Ranks:
 
     async def _leave(self, notice_s: float) -> None:
         """Give the ranks `notice_s` to notice the loss by themselves, then send SIGTERM, then SIGKILL."""
-        settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S
+        patience_s = timing.LEAVE_S if self.imports_rankup else timing.SCRIPT_LEAVE_S
         if self._passed_on in ("SIGTERM", "SIGINT"):
-            settle_s += self.options.stop_grace_s
+            patience_s += self.options.stop_grace_s
         elif not await self.ended_within(notice_s):
             self._signal("SIGTERM", told=True)
-        await self._kill_after(settle_s, "the others")
+        await self._kill_after(patience_s, "the others")
 
-    async def _kill_after(self, settle_s: float, event: str) -> None:
-        """Kill the ranks that still run after `settle_s` seconds. While one of them writes its state, which may take
+    async def _kill_after(self, patience_s: float, event: str) -> None:
+        """Kill the ranks that still run after `patience_s` seconds. While one of them writes its state, which may take
         minutes, they get another LEAVE_S."""
         said, before = False, self._written()
-        while not await self.ended_within(settle_s):
+        while not await self.ended_within(patience_s):
             now = self._written()
             busy = [number for number, written in now.items() if written > before[number]]
             if not busy:
                 for rank in self.running:
-                    log.warning("rank %d did not end within %g s after %s: killed", rank.number, settle_s, event)
+                    log.warning("rank %d did not end within %g s after %s: killed", rank.number, patience_s, event)
                 await self.end()
                 return
             if not said:
                 log.info("rank %d still writes its state: no rank is killed while it makes progress", busy[0])
-            said, before, settle_s, event = True, now, timing.LEAVE_S, "the last progress"
+            said, before, patience_s, event = True, now, timing.LEAVE_S, "the last progress"
 
     def _written(self) -> dict[int, int]:
         """Return how many bytes of its state each running rank has written, by rank."""
@@ -375,8 +394,8 @@ class Ranks:
         if running or not change:  # a spare has no ranks, and prints nothing
             why = "nodes change: " if change else ""
             log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
-        self._signal(name, told=not self.knows_us)
-        if not self.knows_us and name != "SIGUSR1":
+        self._signal(name, told=not self.imports_rankup)
+        if not self.imports_rankup and name != "SIGUSR1":
             self.begin(self._kill_after(self.options.stop_grace_s, f"{name} (--stop-grace-s)"))
 
     def _signal(self, name: str, *, told: bool) -> None:
@@ -388,7 +407,7 @@ class Ranks:
             rank.told = rank.told or told
             # Always SIGTERM for a script with rankup: Python that has just started ends on it without a traceback. The
             # same for a script that does not handle SIGUSR1
-            as_term = self.knows_us or name == "SIGUSR1"
+            as_term = self.imports_rankup or name == "SIGUSR1"
             self.server.signal(rank.local_rank, signal.SIGTERM if as_term else getattr(signal, name))
 
     # Notices --------------------------------------------------------------------------------------------------------
@@ -396,8 +415,10 @@ class Ranks:
     @property
     def takes_notice(self) -> bool:
         """Whether SIGUSR1 is only a notice: a rank of this node handles it, or the script has got one before."""
+        if self.imports_rankup:
+            return False
         pids = [self.server.pids.get(rank.local_rank, 0) for rank in self.running]
-        return not self.knows_us and (self._noticed or any(has_handler(pid, signal.SIGUSR1) for pid in pids if pid))
+        return self._noticed or any(has_handler(pid, signal.SIGUSR1) for pid in pids if pid)
 
     def notice(self) -> None:
         """Pass on SIGUSR1 as a notice, to each rank once it has a handler. Until then the rank ignores the signal."""

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rankup.errors import UserError
+
 NAME = "rankup-records"
 LONGEST_PATH = 1024  # bytes, with a zero byte at the end
 NO_STOP = 2**63 - 1  # a step that no rank reaches
@@ -110,6 +112,18 @@ class Record(ctypes.Structure):
             raise FileNotFoundError(path)
         with open(path, "r+b") as file:
             return cls._map(file.fileno())
+
+    @classmethod
+    def of_rank(cls, agent: Mapping[str, Any]) -> "Record":
+        """Open the record of this process. `agent`: the content of RANKUP_AGENT. Raises UserError in a process that a
+        rank has started: it has the variable, but not the file."""
+        try:
+            return cls.at(agent["record"])
+        except OSError:
+            raise UserError(
+                "rankup.init must be called in the process that `rankup launch` started, got a process that it has "
+                "started itself. Call it there, or unset RANKUP_AGENT."
+            ) from None
 
     @classmethod
     def _map(cls, file: int) -> "Record":

@@ -22,8 +22,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rankup
 from rankup.agent.ends import StatusFile
+from rankup.agent.links import AgentLine
 from rankup.agent.processes import allow_open_files, no_name_lookups
-from rankup.agent.protocol import HINT, AgentLine
+from rankup.agent.protocol import HINT
 from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, UserError
@@ -48,7 +49,7 @@ def start(
             faulthandler.enable()
     # Each of gloo's two groups opens a connection to each rank
     allow_open_files(2 * rank_env.world_size + 256, what=f"a job of {rank_env.world_size} ranks")
-    record = Record.at(rank_env.agent["record"]) if rank_env.agent else Record.new(rank_env.rank)
+    record = Record.of_rank(rank_env.agent) if rank_env.agent else Record.new(rank_env.rank)
     status = StatusFile(run_dir, rank_env)
     watch = Watchdog(status, stop, record=record, log=logging.getLogger("rankup"))
     group = Group(rank_env, pick_device(device, rank_env.local_rank), watch)
@@ -110,7 +111,7 @@ def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.s
     listener: socket.socket | None = None
     if (agent := group.rank_env.agent) is not None:
         commit = group.record.commit
-        line = AgentLine.connect(agent, group.watch.on_message)
+        line = AgentLine.of(agent, group.watch.on_message)
     else:
         from rankup.group.own_agent import OwnAgent  # imported late: other ranks do not need it
 

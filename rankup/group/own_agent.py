@@ -14,10 +14,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rankup import timing
 from rankup.agent import rank_agent
+from rankup.agent.links import AgentLine
 from rankup.agent.logs import host_name
 from rankup.agent.network import chosen_address, open_port
 from rankup.agent.processes import no_name_lookups
-from rankup.agent.protocol import KILLED, AgentLine
+from rankup.agent.protocol import KILLED
 from rankup.env.rank_env import RankEnv
 from rankup.errors import USER_MISTAKE, JoinError, UserError
 from rankup.group.group import Group

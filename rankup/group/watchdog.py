@@ -64,7 +64,7 @@ class Watchdog:
         self._saving_timeout_s = 0.0
         self._saving_lock = threading.Lock()  # held while `Saving` writes the state
         self._ending = False  # another thread is ending this process, and the main thread must not report its own end
-        self._settled = False  # the loop begins no further step, and leaves for a stop by itself
+        self._steps_ended = False  # the loop begins no further step, and leaves for a stop by itself
         self._leave_at_s = 0.0  # when to leave for a stop if this rank has not reached the step at which all stop
         self._located_s = self._lost_s = 0.0  # when the thread last sent a heartbeat, and when it saw a loss
         self._leaver: threading.Thread | None = None  # decides whether this rank has to end, and ends it
@@ -167,11 +167,11 @@ class Watchdog:
         its own, because the main thread may be blocked in a collective or in the middle of a step."""
         self._saving, self._saving_timeout_s = saving, timeout_s
 
-    def settle(self) -> None:
+    def end_steps(self) -> None:
         """Say that this rank begins no further step: it saves and leaves with the others, however long that takes."""
         with self._saving_lock:
             self._wait_if_ending()
-            self._settled = True
+            self._steps_ended = True
 
     def exit_within(self, code: int) -> None:
         """End this process with `code` after LEAVING_S at the latest, even if the main thread takes longer to exit."""
@@ -239,7 +239,7 @@ class Watchdog:
         perhaps because it waits for data or evaluates."""
         with self._saving_lock:
             saving = self._saving
-            if saving is None or self._leaving is not None or self._settled:
+            if saving is None or self._leaving is not None or self._steps_ended:
                 return
             self.record.extend(self._saving_timeout_s + timing.LEAVING_S)
             why = within(self._saving_timeout_s, saving.save_for_stop)

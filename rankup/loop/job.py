@@ -420,7 +420,7 @@ class Job:
 
     def save_and_stop(self) -> Stopped:
         """Save, and return the error to raise. All ranks call this at the same step."""
-        self.group.watch.settle()
+        self.group.watch.end_steps()
         self.save(wait=True)
         return Stopped(self.saving.stopped())
 
@@ -483,7 +483,7 @@ class Job:
         finished = self.finished  # by an earlier start, and nothing has continued it
         if not finished:
             self.begin()
-            self.group.watch.settle()
+            self.group.watch.end_steps()
             self.save(wait=True)
         self.group.watch.enter("end", self.settings.save_timeout_s, step=self.position.step)
         if self._exit_handler is not None:

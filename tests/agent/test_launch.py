@@ -407,23 +407,27 @@ def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> No
     assert [each.rank for each in diagnose_files([tmp_path / "runs/job"])] == [1]
 
 
-def test_forked_ranks_restart_with_their_server_and_end_with_their_agent(forks: Forks, tmp_path: Path) -> None:
+def test_forked_ranks_outlive_their_server_and_end_with_their_agent(forks: Forks, tmp_path: Path) -> None:
     """Their children, the server and the store end with the agent too. The second server is a new interpreter."""
     text = "import rankup, subprocess\nif restart == 0:\n    child = subprocess.Popen(['sleep', '600'])\n"
     text += "    (folder / f'child-{rank}-0').write_text(str(child.pid))\n"
     script = write(tmp_path, text + WAITS)
     with forks.running("launch", "--nproc=2", f"--run-dir={tmp_path}/runs", script) as job:
         pids = [pid_of(tmp_path, rank, name=name) for name in ("here", "child") for rank in TWO]
-        psutil.Process(pids[0]).parent().kill()
+        agent = psutil.Process(job.processes[0].pid)
+        server, = (each for each in agent.children() if each.name() not in ("rank 0", "rank 1", "store"))
+        server.kill()
+        job.wait_for("the process that forks the ranks was killed")
+        assert all(map(lives, pids))
+        os.kill(pids[1], signal.SIGKILL)
         for rank in TWO:
             pid_of(tmp_path, rank, restart=1)
         assert not any(map(lives, pids))
-        left = psutil.Process(job.processes[0].pid).children(recursive=True)
+        left = agent.children(recursive=True)
         assert len(left) == 4, left
         job.processes[0].signal("SIGKILL")
         wait_for("the end of all", lambda: not any(lives(each.pid) for each in left))
         assert job.wait() == [-signal.SIGKILL]
-    assert "the process that forks the ranks was killed" in job.output
 
 
 # Several nodes --------------------------------------------------------------------------------------------------------

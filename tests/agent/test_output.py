@@ -244,7 +244,7 @@ def test_reason_of_a_failure_is_its_last_exception(tail: str, said: str) -> None
 def test_logs_of_ended_ranks_leave_no_file_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        reader = OutputReader(0, 2, run_dir=lambda: tmp_path)
+        reader = OutputReader(0, 2, run_dir=lambda: tmp_path, fail=print)
         os.write(reader.outputs[0], b"hello\n")
         for output in reader.outputs:
             os.close(output)

@@ -54,7 +54,8 @@ def test_process_with_any_name_is_known_until_it_is_gone() -> None:
 def test_first_process_of_a_container_reaps_orphans() -> None:
     text = (
         "import os, subprocess, sys\nfrom rankup.agent.processes import reap_orphans\n"
-        "parent = subprocess.Popen(['sh', '-c', '(sleep 0.1; exit 0) & echo $!'], stdout=subprocess.PIPE, text=True)\n"
+        "words = ['setsid', 'sh', '-c', '(sleep 0.1; exit 0) & echo $!']\n"
+        "parent = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)\n"
         "orphan = int(parent.communicate()[0])\nassert parent.returncode == 0\n"
         "os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)\n"
         "reap_orphans()\nassert not os.path.exists(f'/proc/{orphan}'), 'it is left'\nreap_orphans()"

@@ -1,7 +1,7 @@
 """An agent's ranks without processes: to which membership their ends belong."""
 
 import asyncio
-import json
+import os
 import signal
 import socket
 import threading
@@ -50,19 +50,23 @@ COMMIT = {"why": "", "again": False, "change": "", "ip": "127.0.0.1", "job": "jo
 
 def test_environment_of_a_rank_stays_small_in_a_job_of_many_nodes(tmp_path: Path) -> None:
     """A variable above 128 KiB breaks each subprocess of the rank, so the rank finds the commit in its record."""
-    given = list[dict[str, str]]()
+    given = list[tuple[dict[str, str], Record]]()
 
     async def scene() -> None:
         ranks = made(tmp_path)
-        start_rank = lambda *words, env, **more: given.append(env)  # noqa: E731
+
+        def start_rank(*words: Any, env: dict[str, str], line: list[int], **more: Any) -> None:
+            given.append((env, Record.at(f"/proc/self/fd/{line[1]}")))
+
         ranks.server = SimpleNamespace(start_rank=start_rank)  # type: ignore[assignment]
-        commit = {**COMMIT, "n": 1, "restarts": 0, "change": "a node is lost; " * 9999, "basis": {"used": ["mine"]},
+        commit = {**COMMIT, "n": 1, "restarts": 0, "change": "x" * 99999, "basis": {"used": ["mine"]},
                   "hosts": [[f"a-long-name-of-a-node-{node}", 8] for node in range(9999)]}
         ranks.start(commit, token="mine")
-        assert Record.at(json.loads(given[0]["RANKUP_AGENT"])["record"]).commit == commit
+        assert given[0][1].commit == commit
+        ranks.links.close()
 
     asyncio.run(scene())
-    assert max(map(len, given[0].values())) < 20_000
+    assert max(map(len, given[0][0].values())) < 20_000
 
 
 def test_last_message_of_a_rank_is_read_even_after_its_end(tmp_path: Path) -> None:
@@ -70,13 +74,13 @@ def test_last_message_of_a_rank_is_read_even_after_its_end(tmp_path: Path) -> No
     said: list[dict[str, Any]] = []
 
     async def scene() -> None:
+        def start_rank(*words: Any, line: list[int], **more: Any) -> None:
+            with socket.socket(fileno=os.dup(line[0])) as rank:
+                rank.sendall(encode("end", **End(1, "", 2, "a mistake").entry()))
+
         ranks = made(tmp_path, lambda kind, **values: said.append({"is": kind, **values}))
-        ranks.server = SimpleNamespace(start_rank=lambda *words, **more: None, pid=0)  # type: ignore[assignment]
-        await ranks.links.open()
+        ranks.server = SimpleNamespace(start_rank=start_rank)  # type: ignore[assignment]
         ranks.start({**COMMIT, "n": 1, "restarts": 0, "basis": {"used": ["other", "mine"]}}, token="mine")
-        with socket.socket(socket.AF_UNIX) as rank:
-            rank.connect(ranks.links.address)
-            rank.sendall(encode("rank", local_rank=0) + encode("end", **End(1, "", 2, "a mistake").entry()))
         await ranks._on_rank_end(ranks.ranks[0], 2)
         ranks.links.close()
 
@@ -116,7 +120,7 @@ def test_rank_that_said_why_it_fails_is_not_told_to_leave(tmp_path: Path, code: 
         ranks.server = SimpleNamespace(start_rank=start_rank, signal=send)  # type: ignore[assignment]
         ranks.start({**COMMIT, "n": 1, "restarts": 0, "basis": {"used": ["mine"]}}, token="mine")
         if code is not None:
-            ranks._on_rank_message(0, {"is": "end", **End(0, "", code).entry()})
+            ranks._on_rank_message(ranks.ranks[0], {"is": "end", **End(0, "", code).entry()})
         leaving = asyncio.create_task(ranks._leave(0.0))
         for _ in range(20):
             await asyncio.sleep(0.001)

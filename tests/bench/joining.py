@@ -1,97 +1,104 @@
-"""Measure how the time to join grows with the number of ranks.
+"""Measure how the time to meet grows with the number of ranks.
 
-The ranks are threads of a few processes on this machine. Each thread is a member of one meeting, and joins through the
-program's own functions.
+Each rank's agent is a process of its own, and does what it does beside a rank of torchrun. The ranks themselves are
+left out: this process has their sockets and records.
 
     python tests/bench/joining.py 2 64 256 1024
 
-For each size this prints the seconds until the last rank has joined, including the test of its route to the next rank.
-Each size may take 300 s at most. All traffic stays on loopback.
+For each size this prints the seconds from the moment when all agents have started until the last rank hears that all
+have met, including the test of its route to the next rank, and the memory of an agent. Each size may take 300 s at
+most. All traffic stays on loopback.
 """
 
 import argparse
-import logging
-import multiprocessing
+import asyncio
+import contextlib
+import json
 import os
-import resource
+import selectors
+import signal
+import socket
 import sys
-import threading
 import time
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch is imported: it prints 1,000 lines about names of addresses
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from rankup.agent import rank_agent
+from rankup.agent.network import encode
+from rankup.agent.processes import allow_open_files
 from rankup.agent.record import Record
-from rankup.env.rank_env import read_rank_env
-from rankup.group import joining  # imports torch once, before the forks
-from tests.rigs.jobs import free_port, rank_env
+from tests.rigs.jobs import free_port
 
-THREADS = 64  # ranks of one process
 TIMEOUT_S = 300.0
-QUIET = logging.getLogger("quiet")
-QUIET.disabled = True
 
 
-def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[int, float, str]]") -> None:
-    """Join as each of `ranks`, and put (rank, time, error) in the queue. The clock is the same in all processes."""
-    from rankup.group import member  # noqa: F401  every process imports this, like a rank
-
-    def one(rank: int) -> None:
-        watch: Any = mock.Mock()
-        group: Any = SimpleNamespace(rank_env=read_rank_env(rank_env(rank, world_size, port)), settings={"torch": "x"},
-                                     attempt="a", log=QUIET, record=Record.new(), watch=watch, status=watch.status)
-        with joining.no_name_lookups():
-            try:
-                group.store = joining.open_store(*joining.meet(group, timeout_s=TIMEOUT_S), timeout_s=TIMEOUT_S)
-                ends.put((rank, time.monotonic(), ""))
-            except Exception as error:
-                ends.put((rank, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))
-            time.sleep(TIMEOUT_S)  # a member that leaves would end the others as well
-
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def fork_agent(line: socket.socket, pid: int) -> int:
+    """Fork an agent from this process, which has imported what agents need."""
+    if child := os.fork():
+        return child
+    os.dup2(line.fileno(), 3)
+    os.closerange(4, line.fileno() + 1)
+    record = Record.new()
+    with contextlib.suppress(BaseException):
+        asyncio.run(rank_agent.serve(3, os.dup(record.file), pid))
+    os._exit(0)
 
 
-def measure(world_size: int) -> tuple[float, list[str]]:
-    """Return the seconds until the last rank has joined, and the errors."""
-    port = free_port()
-    context = multiprocessing.get_context("fork")
-    ends: SimpleQueue[tuple[int, float, str]] = context.SimpleQueue()
-    groups = [range(1), *(range(first, min(world_size, first + THREADS)) for first in range(1, world_size, THREADS))]
+def begin(rank: int, world_size: int, port: int) -> bytes:
+    member = {"first_rank": rank, "num_ranks": 1, "world_size": world_size, "host": f"node{rank // 8}",
+              "pid": os.getpid(), "settings": {"torch": "x"}, "left_s": TIMEOUT_S, "restarts": 0, "ip": ""}
+    return encode("begin", listen=["", port], leader=["127.0.0.1", port], local_rank=0, job="a", file="", store_port=1,
+                  silent_s=30.0, member=member)
+
+
+def measure(world_size: int) -> tuple[float, float, str]:
+    """Return the seconds until the last rank has joined, the MB of an agent's own memory, and an error or ""."""
+    port, problem = free_port(), ""
+    agents, waiting = list[int](), selectors.DefaultSelector()
+    lines = [socket.socketpair() for _ in range(world_size)]
+    for ours, theirs in lines:
+        agents.append(fork_agent(theirs, os.getpid()))
+        theirs.close()
+        waiting.register(ours, selectors.EVENT_READ, bytearray())
     began_s = time.monotonic()
-    common = (world_size, port, ends)
-    processes = [context.Process(target=be_ranks, args=(ranks, *common), daemon=True) for ranks in groups]
-    for process in processes:
-        process.start()
-    reported = [ends.get() for _ in range(world_size)]
-    for process in processes:
-        process.kill()
-        process.join()
-    return max(end[1] for end in reported) - began_s, [end[2] for end in reported if end[2]]
+    for rank, (ours, _) in enumerate(lines):
+        ours.sendall(begin(rank, world_size, port))
+    while waiting.get_map() and not problem:
+        for key, _ in waiting.select():
+            key.data.extend(data := key.fileobj.recv(1 << 16))  # type: ignore[union-attr]
+            for message in map(json.loads, key.data.splitlines() if key.data.endswith(b"\n") else ()):
+                if message["is"] == "over":
+                    problem = message["text"]
+                if message["is"] == "commit":
+                    waiting.unregister(key.fileobj)
+            if not data and key.fileobj in waiting.get_map():
+                problem = "an agent has ended"
+    met_s, memory = time.monotonic() - began_s, psutil.Process(agents[-1]).memory_full_info().uss / 1e6
+    for agent in agents:
+        os.kill(agent, signal.SIGKILL)
+    for agent in agents:
+        os.waitpid(agent, 0)
+    waiting.close()
+    for ours, _ in lines:
+        ours.close()
+    return met_s, memory, problem
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("sizes", nargs="*", type=int)
-    sizes = parser.parse_args().sizes or [2, 16, 64, 256, 1024, 4096]
-    # Each rank has several connections, and a process holds those of 64 ranks
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    print("| ranks | all have met |\n|---|---|")
+    sizes = parser.parse_args().sizes or [2, 16, 64, 256, 1024]
+    allow_open_files(4 * max(sizes) + 128, what=f"{max(sizes)} ranks")
+    print("| ranks | all have met | memory of an agent |\n|---|---|---|")
     for size in sizes:
-        met_s, wrong = measure(size)
-        if wrong:
-            print(f"{len(wrong)} of {size} ranks failed, the first: {wrong[0]}")
+        met_s, memory, problem = measure(size)
+        if problem:
+            print(f"{size} ranks failed: {problem}")
             return 1
-        print(f"| {size} | {met_s:.2f} s |", flush=True)
+        print(f"| {size} | {met_s:.2f} s | {memory:.0f} MB |", flush=True)
     return 0
 
 

@@ -172,7 +172,9 @@ def test_others_leave_for_a_stop_after_rank_0_has_saved(monkeypatch: pytest.Monk
     assert left == [143]
 
 
-@pytest.mark.parametrize("leaves", [lambda watch: watch.exit_within(PEER_LOST), Watchdog.settle], ids=["fault", "stop"])
+@pytest.mark.parametrize(
+    "leaves", [lambda watch: watch.exit_within(PEER_LOST), Watchdog.end_steps], ids=["fault", "stop"]
+)
 def test_stop_does_not_end_a_process_whose_loop_is_leaving(leaves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     watch, left = watchdog_of(1, waiting=True), list[int]()
     monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)

@@ -67,7 +67,7 @@ def wait_for_connection(rank: Rank, port: int) -> None:
     """Wait until rank 0 has greeted this rank. Ranks that connect later are greeted later."""
     wait_for(f"a connection to {port}", lambda: any(
         each.raddr and each.raddr.port == port and each.status == psutil.CONN_ESTABLISHED
-        for each in psutil.Process(rank.processes[0].pid).net_connections("tcp")
+        for agent in psutil.Process(rank.processes[0].pid).children() for each in agent.net_connections("tcp")
     ))
     with socket.create_connection(("127.0.0.1", port)) as later:
         later.recv(1)

@@ -163,7 +163,7 @@ def note_collectives() -> None:
     collective = Group.collective
 
     def noted(self: Group, call: Any) -> Any:
-        if self.record.read().phase == "step" and not self.watch._settled:  # it saves at the end
+        if self.record.read().phase == "step" and not self.watch._steps_ended:  # it saves at the end
             with Path(os.environ["NOTES_DIR"], f"rank-{self.rank}").open("a") as notes:
                 notes.write(f"{self.record.read().step}\n")
         return collective(self, call)

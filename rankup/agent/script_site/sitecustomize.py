@@ -19,7 +19,7 @@ import time
 END_S = 0.2
 
 
-def _settle() -> None:
+def _look_back() -> None:
     """Wait for gloo's threads, and look back. Python calls this function last, because it was registered first."""
     if "torch.distributed" in sys.modules:
         time.sleep(END_S)
@@ -29,7 +29,7 @@ def _settle() -> None:
 
 _record = os.environ.pop("RANKUP_RECORD", "")
 if _record:  # Python may import this file for another reason
-    atexit.register(_settle)
+    atexit.register(_look_back)
 _here = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [part for part in sys.path if part != _here]
 _others = [part for part in os.environ.pop("PYTHONPATH", "").split(os.pathsep) if part != _here]
@@ -37,7 +37,9 @@ if _others:
     os.environ["PYTHONPATH"] = os.pathsep.join(_others)
 try:
     # A bare descriptor: only the handler writes to it, and no file object can close it
-    _file = os.open(os.environ.pop("RANKUP_STACKS"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    _path = os.environ.pop("RANKUP_STACKS")
+    os.makedirs(os.path.dirname(_path), exist_ok=True)
+    _file = os.open(_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     faulthandler.register(signal.SIGRTMAX, _file, all_threads=True)
 except (KeyError, OSError, ValueError):
     pass  # without the variable, or on a full disk, the script runs without stacks
