@@ -83,6 +83,8 @@ class Machine:
                 sending = f".sending-{secrets.token_hex(4)}"
                 self._send(snapshot, f"{self.folder}/.rankup/{sending}/", *more)
                 self.do("name", sending, name)
+        except UserError:
+            raise
         except ExpectedError as error:
             where = self.host or self.folder
             raise ExpectedError(f"submit: the snapshot did not get to {where}, so nothing runs: {error}") from None

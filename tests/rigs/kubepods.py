@@ -32,8 +32,8 @@ def _size(quantity: str) -> str:
 class Cluster:
     """The pods of one manifest, on a network of their own.
 
-    A claim is a folder, an emptyDir a tmpfs, a Secret a read-only folder of its files. The container
-    engine acts as the kubelet, and the test decides as an operator would."""
+    A claim is a folder, an emptyDir a tmpfs, or a folder if it has no limit, a Secret or a ConfigMap a read-only folder
+    of its files. The container engine acts as the kubelet, and the test decides as an operator would."""
 
     def __init__(self, folder: Path, what: str, settings: Sequence[str]) -> None:
         self.name = f"rankup-k8s-{secrets.token_hex(4)}"
@@ -42,6 +42,7 @@ class Cluster:
         self.pods = pods_of(documents)
         (self.owner,) = [each for each in documents if each["kind"] in OWNERS]
         self.runs, self.data = folder / "claim", folder / "data"  # of the claims
+        self.config = folder / "config"  # of the only ConfigMap
         self.runs.mkdir(parents=True)
         self.runs.chmod(0o777)
         docker("network", "create", self.name)
@@ -52,11 +53,16 @@ class Cluster:
     def start(self, *indices: int) -> None:
         """Start these pods (default: all) as the kubelet does."""
         for index in indices or range(len(self.pods)):
-            docker("run", "--detach", "--name", self.container(index), *self._words(self.pods[index]))
+            pod = self.pods[index]
+            for step in pod["spec"].get("initContainers", []):
+                if step["name"] == "rankup-code":  # not the operator's, which looks up a name
+                    docker("run", "--rm", *self._words(pod, index, step, step["command"]))
+            main, command = pod["spec"]["containers"][0], [*command_line(pod), *self.settings]
+            docker("run", "--detach", "--name", self.container(index), *self._words(pod, index, main, command))
 
-    def _words(self, pod: Object) -> list[str]:
-        spec = pod["spec"]
-        (container,), user = spec["containers"], spec["securityContext"]
+    def _words(self, pod: Object, index: int, container: Object, command: Sequence[str]) -> list[str]:
+        """Return the words of `docker run` for a container of a pod."""
+        spec, user = pod["spec"], pod["spec"]["securityContext"]
         assert container["securityContext"]["readOnlyRootFilesystem"]
         names = [pod["name"], *([f"{pod['name']}.{spec['subdomain']}"] if "subdomain" in spec else [])]
         words = ["--network", self.name, *(word for name in names for word in ("--network-alias", name))]
@@ -65,21 +71,26 @@ class Cluster:
         folder = docker("image", "inspect", "-f", "{{.Config.WorkingDir}}", container["image"]).strip()
         words += ["--volume", f"{ROOT}/tests/rigs/slow_steps.py:{folder}/slow_steps.py:ro"]
         words += ["--memory", _size(container["resources"]["limits"]["memory"])]
-        for volume in spec["volumes"]:
-            (mount,) = [each for each in container["volumeMounts"] if each["name"] == volume["name"]]
-            words += self._volume(volume, mount)
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        for mount in container["volumeMounts"]:
+            words += self._volume(volumes[mount["name"]], mount, index)
+        words += ["--workdir", container["workingDir"]] if "workingDir" in container else []
         for name, value in environment(pod).items():
             words += ["--env", f"{name}={value}"]
-        program, *arguments = command_line(pod)
-        return [*words, "--entrypoint", program, container["image"], *arguments, *self.settings]
+        return [*words, "--entrypoint", command[0], container["image"], *command[1:]]
 
-    def _volume(self, volume: Object, mount: Object) -> list[str]:
+    def _volume(self, volume: Object, mount: Object, index: int) -> list[str]:
         path, mode = mount["mountPath"], ":ro" if mount.get("readOnly") else ""
         if "persistentVolumeClaim" in volume:
             folder = self.runs if volume["name"] == "runs" else self.data
             return ["--volume", f"{folder / mount.get('subPath', '')}:{path}{mode}"]
         if "secret" in volume:
             return ["--volume", f"{self._secret(volume['secret']['defaultMode'])}:{path}:ro"]
+        if "configMap" in volume or "sizeLimit" not in volume["emptyDir"]:
+            folder = self.config if "configMap" in volume else self.runs.with_name(f"{volume['name']}-{index}")
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o777)
+            return ["--volume", f"{folder}:{path}{mode}"]
         return ["--tmpfs", f"{path}:mode=1777,size={_size(volume['emptyDir']['sizeLimit'])}"]
 
     def _secret(self, mode: int) -> Path:

@@ -13,6 +13,16 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
 SRUN = "--nodes=3 --ntasks=3 --ntasks-per-node=1 --cpus-per-task=2 --kill-on-bad-exit=0 --export=ALL"
 AGENT = "python -m rankup launch --nproc 1"
 
+def test_slurm_allocation_mounts_the_folder_that_a_snapshot_links_to(tmp_path: Path) -> None:
+    place = tmp_path / ".rankup" / "abc"
+    place.mkdir(parents=True)
+    (place / "me.sif").touch()
+    job = Scripted(place, 0)
+    code, said = job.launch("--image", "me.sif", "train.py")
+    assert code == 0, said
+    assert f"--bind {tmp_path},/tmp --pwd HERE me.sif" in job.steps()[0]
+
+
 # What it runs ---------------------------------------------------------------------------------------------------------
 
 
