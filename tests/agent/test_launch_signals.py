@@ -103,10 +103,11 @@ def test_second_signal_seconds_later_ends_the_job_at_once(tmp_path: Path) -> Non
 def test_stop_signal_to_every_process_counts_once(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n" + WAITS
     with ended(launch(tmp_path, text)) as job:
-        pids = [pid_of(tmp_path, rank) for rank in TWO]
-        server = psutil.Process(pids[0]).ppid()
-        for pid in (job.processes[0].pid, server, *pids):
-            os.kill(pid, signal.SIGTERM)
+        for rank in TWO:
+            pid_of(tmp_path, rank)
+        agent = psutil.Process(job.processes[0].pid)
+        for process in (agent, *agent.children()):  # the fork server and the ranks
+            process.terminate()
         assert job.wait() == [143], job.output
     assert not list(tmp_path.glob("here-*-1"))
 
