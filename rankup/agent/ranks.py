@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -17,24 +16,21 @@ from typing import Any
 
 from rankup import timing
 from rankup.agent.ends import End, Verdict, write_end
+from rankup.agent.environment import HASH_SEED, environment_of
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.links import Links
 from rankup.agent.logs import OutputReader, announce_stacks, host_name, last_exception, script_environment
-from rankup.agent.network import SECRET_FILE, in_thread
+from rankup.agent.network import in_thread
 from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, in_background, oom_kills
 from rankup.agent.protocol import KILLED
 from rankup.agent.quorum import NONE
 from rankup.agent.record import Record
 from rankup.agent.script import Script
-from rankup.env.launchers import as_scheduled_task
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
 
 log = logging.getLogger("rankup")
 
-# By default each Python orders sets of texts differently, so class numbers that come from a set would differ after a
-# restart of all nodes, or even between nodes. Python reads the variable only when it starts
-HASH_SEED = {"PYTHONHASHSEED": "0"}
 ALONE = (
     "%s: no rank met another one: each of the %d ranks did the whole work alone, unless it took its part by RANK. To "
     "train together the script must call rankup.init or torch.distributed.init_process_group, or use a library that "
@@ -196,7 +192,11 @@ class Ranks:
             rank.record.ask_to_stop(self.options.stop_after)
             rank.record.confirmed = self.options.stop_after
         words = [*self._words[rank.local_rank], *(self.options.restart_args if self._commit.get("again") else ())]
-        env = self._environment(rank)
+        env = environment_of(
+            rank.number, rank.local_rank, node=self.node, commit=self._commit, num_threads=self._num_threads,
+            max_restarts=self.options.max_restarts, errors=self.run_dir / "logs", interface=self.interface,
+            run=self.options.run if self.imports_rankup else None,
+        )
         # A rank that imports rankup says later which run it is in, and where its log is
         rank.reader = OutputReader(
             rank.number, self.node.world_size, fail=self._fail_from_thread,
@@ -216,43 +216,6 @@ class Ranks:
             )
         for output in rank.reader.outputs:
             os.close(output)
-
-    def _environment(self, rank: Rank) -> dict[str, str]:
-        """Return the environment of a rank: this agent's own, all variables of torchrun with torchrun's meanings, and
-        RANKUP_AGENT for a script that imports rankup. TORCHELASTIC_RUN_ID makes Lightning and torch treat the rank as
-        one of torchrun's, even under Slurm. LOCAL_RANK stops Accelerate and Transformers from starting processes."""
-        commit, node, local = self._commit, self.node, self.node.local_world_size
-        local_rank, size = node.local_rank + rank.local_rank, node.world_size
-        # PET_ variables are options of torchrun. A script that imports rankup may read our settings, like RANKUP_CACHE
-        hidden = ("PET_", SECRET_FILE) if self.imports_rankup else ("PET_", "RANKUP_")
-        given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        by_default: dict[str, Any] = {
-            **HASH_SEED,
-            # torchrun always sets one thread, however many CPUs there are
-            "OMP_NUM_THREADS": self._num_threads,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
-            "PYTHONUNBUFFERED": 1,  # a pipe would otherwise get lines in blocks, and lose the last block in a crash
-            "PYTHONFAULTHANDLER": 1,  # a crash in native code leaves the Python stack in the log
-        }
-        # These override inherited variables, which may come from an earlier torchrun in the same shell
-        set_by_torchrun = {
-            "RANK": rank.number, "LOCAL_RANK": local_rank, "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": local, "GROUP_RANK": node.node_rank, "GROUP_WORLD_SIZE": node.num_nodes,
-            "ROLE_RANK": rank.number, "ROLE_WORLD_SIZE": size, "ROLE_NAME": "default",
-            "MASTER_ADDR": node.master_addr, "MASTER_PORT": commit["port"],
-            "TORCHELASTIC_RESTART_COUNT": commit["restarts"],
-            "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
-            # torch's decorator @record writes the script's error there for the user; rankup does not read it
-            "TORCHELASTIC_ERROR_FILE": (self.run_dir / f"logs/error-rank-{rank.number}.json").absolute(),
-            "TORCHELASTIC_USE_AGENT_STORE": commit.get("store"),  # if False, rank 0 opens a store at MASTER_PORT
-        }
-        ours = as_scheduled_task(os.environ, rank=rank.number, local=local_rank, size=size, local_size=local)
-        if self.imports_rankup:
-            ours["RANKUP_AGENT"] = json.dumps({
-                "job": commit["job"], "restarts": commit["restarts"], "run": self.options.run,
-            })  # the fork server adds where the rank finds its line and its record
-        values = {**by_default, **given, **self.interface, **set_by_torchrun, **ours}
-        return {name: str(value) for name, value in values.items()}
 
     def _announce(self, local_rank: int, pid: int) -> None:
         if not self.imports_rankup:  # without this line `rankup stacks` cannot ask the rank

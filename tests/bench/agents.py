@@ -1,0 +1,131 @@
+"""Measure how long many agents take to meet, and to go on after the leader is lost.
+
+Each agent of `rankup launch --nnodes LEAST:MOST --spares 1` is a process of its own, with all its connections and
+messages. Its ranks are left out: the fork server of this script starts no process, and a rank ends as soon as it gets a
+signal.
+
+    python tests/bench/agents.py 16 64 256
+
+For each number of agents this prints the seconds from the first start until every agent has started its ranks, then
+from the kill of the leading agent until all others have started them again, and the memory of an agent. All traffic
+stays on loopback.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rankup.agent import ranks
+from rankup.agent.agent import Agent
+from rankup.agent.processes import allow_open_files
+from rankup.agent.script import Script
+from rankup.env.node_env import Limits, NodeEnv
+from tests.rigs.jobs import free_port
+
+PATIENCE_S = 300.0
+STARTED = struct.Struct("id")  # what an agent writes when it starts its rank: its node, and the time
+
+
+class NoServer:
+    """A fork server that forks nothing."""
+
+    node, report = 0, -1
+
+    def __init__(self, *, on_end: Callable[[int, int], object], **_: Any) -> None:
+        self._on_end, self.pids, self.ready = on_end, dict[int, int](), asyncio.Event()
+
+    def start(self, *_: Any, **__: Any) -> None:
+        self.ready.set()
+
+    def start_rank(self, local_rank: int, *_: Any, **__: Any) -> None:
+        self.pids[local_rank] = 0
+        os.write(self.report, STARTED.pack(self.node, time.monotonic()))
+
+    def start_store(self, listener: object) -> None:
+        pass
+
+    def signal(self, local_rank: int, number: int) -> None:
+        if self.pids.pop(local_rank, None) is not None:
+            asyncio.get_running_loop().call_soon(self._on_end, local_rank, 128 + number)
+
+    def close(self) -> None:
+        pass
+
+
+def fork_agent(node: int, size: int, port: int, script: Script, folder: Path, report: int) -> int:
+    if child := os.fork():
+        return child
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    NoServer.node, NoServer.report = node, report
+    limits = Limits(size // 2 + 1, size - 1, wait_s=PATIENCE_S)  # one node is a spare
+    node_env = NodeEnv(node_rank=node, num_nodes=size, master_addr="127.0.0.1", master_port=port, limits=limits)
+    with contextlib.suppress(BaseException):
+        asyncio.run(Agent(ranks.Options(node=node_env, script=script, run_dir=folder)).run())
+    os._exit(0)
+
+
+def wait_for(count: int, starts: int) -> float:
+    """Return when the last of `count` nodes has started its rank, as time.monotonic()."""
+    last_s, nodes = 0.0, set[int]()
+    while len(nodes) < count:
+        node, time_s = STARTED.unpack(os.read(starts, STARTED.size))
+        nodes.add(node)
+        last_s = max(last_s, time_s)
+    return last_s
+
+
+def measure(size: int, folder: Path) -> tuple[float, float, float]:
+    """Return the seconds until all have met, those until all have met again without the leader, and the MB of an
+    agent's own memory."""
+    (folder / "train.py").write_text("import rankup\n")
+    script = Script.find([str(folder / "train.py")])
+    same, port = script.must_match(), free_port()
+    vars_of: Any = Script
+    vars_of.must_match = lambda _: dict(same)  # it reads each file of rankup
+    starts, report = os.pipe()
+    began_s = time.monotonic()
+    agents = [fork_agent(node, size, port, script, folder, report) for node in range(size)]
+    try:
+        met_s = wait_for(size - 1, starts) - began_s
+        memory = psutil.Process(agents[-1]).memory_full_info().uss / 1e6
+        time.sleep(5)  # until all know the membership
+        lost_s = time.monotonic()
+        os.kill(agents[0], signal.SIGKILL)
+        return met_s, wait_for(size - 1, starts) - lost_s, memory
+    finally:
+        for agent in agents:
+            os.kill(agent, signal.SIGKILL)
+        for agent in agents:
+            os.waitpid(agent, 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sizes", nargs="*", type=int)
+    sizes = parser.parse_args().sizes or [16, 64, 256]
+    allow_open_files(4 * max(sizes) + 128, what=f"{max(sizes)} agents")
+    vars_of: Any = ranks
+    vars_of.ForkServer = NoServer
+    print("| agents | all have met | all have met again without the leader | memory of an agent |\n|---|---|---|---|")
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            met_s, again_s, memory = measure(size, Path(folder))
+        print(f"| {size} | {met_s:.2f} s | {again_s:.2f} s | {memory:.0f} MB |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
