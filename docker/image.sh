@@ -44,8 +44,7 @@ build() { # DOCKERFILE IMAGE [OPTION...]: build the image, and remove it if it d
   local dockerfile=$1 image=$2 before log
   shift 2
   before=$(docker image inspect -f '{{.Id}}' "$image" 2> /dev/null || true)
-  docker buildx build --load --file "$dockerfile" --tag "$image" "${labels[@]}" "$@" \
-    --secret "id=pip,src=$(setting PIP_CONF /dev/null)" --secret "id=ca,src=$(setting PIP_CA /dev/null)" .
+  docker buildx build --load --file "$dockerfile" --tag "$image" "${labels[@]}" "$@" .
   [[ $(docker image inspect -f '{{.Id}}' "$image") != "$before" ]] || return 0
   log=$(mktemp)
   # Run it as a user that the image does not know and that may write only to /tmp
@@ -61,15 +60,31 @@ raise SystemExit(main("train --dataset digits --max-steps 2 --run-dir /tmp/runs"
   replaced+=("${before:-none}")
 }
 
-image=$(setting IMAGE "rankup:$target")
-arguments=(--build-arg "BASE_IMAGE=$base" --build-arg "TORCH_INDEX=$(setting TORCH_INDEX)"
-  --build-arg "EXTRAS=$(setting EXTRAS)")
-if [[ $target == runtime ]]; then
-  build docker/Dockerfile "$image" "${arguments[@]}"
-else
-  build docker/Dockerfile rankup:runtime "${arguments[@]}"
-  build "docker/$target.Dockerfile" "$image"
+# The packages come first, with all that pip may need. docker/Dockerfile is what `rankup add` writes for any repository:
+# pip finds the packages installed there, and asks no index
+extras=$(setting EXTRAS) torch_index=$(setting TORCH_INDEX)
+packages=rankup:packages${extras:+-${extras// /-}}
+secrets=(--secret "id=pip,src=$(setting PIP_CONF /dev/null)" --secret "id=ca,src=$(setting PIP_CA /dev/null)")
+# A build would first send all wheels to the engine, which forgets them, so look whether anything changed
+lists=(docker/requirements.lock)
+for extra in $extras; do lists+=("docker/requirements-$extra.lock"); done
+made_of=$({ cat docker/packages.Dockerfile docker/host/locked.sh "${lists[@]}"
+  echo "$(docker image inspect -f '{{.Id}}' "$base") $torch_index $extras"; } | sha256sum | cut -c1-16)
+if [[ $(docker image inspect -f '{{index .Config.Labels "made-of"}}' "$packages" 2> /dev/null) != "$made_of" ]]; then
+  replaced+=("$(docker image inspect -f '{{.Id}}' "$packages" 2> /dev/null || echo none)")
+  docker buildx build --load --file docker/packages.Dockerfile --tag "$packages" --label "made-of=$made_of" \
+    --build-arg "BASE_IMAGE=$base" --build-arg "TORCH_INDEX=$torch_index" --build-arg "EXTRAS=$extras" "${secrets[@]}" .
 fi
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+printf '[global]\nno-index = true\n[install]\nno-build-isolation = false\n' > "$scratch/pip.conf"
+# With a TORCH_INDEX the packages of the list that are for CUDA are not installed, and should not be
+sed "${torch_index:+s|-r docker/requirements.lock|-r /dev/null|}" docker/Dockerfile > "$scratch/Dockerfile"
+
+image=$(setting IMAGE "rankup:$target")
+runtime=$([[ $target == runtime ]] && echo "$image" || echo rankup:runtime)
+build "$scratch/Dockerfile" "$runtime" --build-arg "BASE_IMAGE=$packages" --secret "id=pip,src=$scratch/pip.conf"
+[[ $target == runtime ]] || build "docker/$target.Dockerfile" "$image" "${secrets[@]}"
 # Tag it with its version too, as the manifests in k8s/ do: a cluster node never pulls a name again that it already has
 if [[ $target != runtime || $image == rankup:runtime ]]; then docker tag rankup:runtime "rankup:$version"; fi
 # Remove the images that were replaced, unless they have another name or a container uses them

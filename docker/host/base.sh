@@ -9,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 say() { echo "base: $*" >&2; }
 fail() { printf 'base: %s\n' "$@" >&2; exit 2; }
 have() { docker image inspect "$1" > /dev/null 2>&1; }
+has_pip() { docker run --rm --network none --entrypoint python "$1" -m pip --version > /dev/null 2>&1; }
 
 make_base() { # IMAGE
   local work mirror
@@ -29,7 +30,7 @@ make_base() { # IMAGE
   [[ -n $mirror ]] || fail "apt knows no archive of $VERSION_CODENAME"
 
   say "making $1: $PRETTY_NAME from $mirror"
-  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
+  debootstrap --variant=minbase --include=python3,python3-pip,python3-venv,python-is-python3,ca-certificates \
     "$VERSION_CODENAME" "$work/root" "$mirror"
   # Containers never read these files, so the packages that the Dockerfile adds must not install them either
   printf 'path-exclude=/usr/share/%s/*\n' doc man info locale i18n > "$work/root/etc/dpkg/dpkg.cfg.d/small"
@@ -48,10 +49,8 @@ make_base() { # IMAGE
 own=rankup-base:${VERSION_CODENAME:-none}
 default=$(sed -n 's/^ARG BASE_IMAGE=//p' docker/Dockerfile)
 base=$(setting BASE_IMAGE "$default")
-if have "$base"; then
-  say "using the local image $base"
-elif [[ $base == "$default" ]] && have "$own"; then
-  base=$own
+if [[ $base == "$default" ]] && ! have "$base" && have "$own"; then base=$own; fi
+if have "$base" && { [[ $base != rankup-base:* ]] || has_pip "$base"; }; then
   say "using the local image $base"
 elif [[ $base == rankup-base:* ]]; then
   base=$own
@@ -65,6 +64,7 @@ elif [[ $base == "$default" ]]; then
 else
   fail "BASE_IMAGE=$base is no local image, and no registry has it"
 fi
+has_pip "$base" || fail "BASE_IMAGE must be an image in which python -m pip works, got $base"
 # Write it to .env, where a plain `docker compose build` finds it
 [[ $base == "$default" ]] || remember BASE_IMAGE "$base"
 echo "$base"

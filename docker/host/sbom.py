@@ -17,7 +17,8 @@ IN_IMAGE = r"""
 . /etc/os-release
 dpkg-query --show --showformat "deb \${Package} \${Version} $ID \${Architecture}\n"
 python3 -c 'from importlib.metadata import distributions as all
-for each in all(): print("pypi", each.name, each.version)'
+for each in all(): # dpkg has listed what Debian installs into dist-packages in /usr/lib
+    if not str(each.locate_file("")).startswith("/usr/lib/python3/"): print("pypi", each.name, each.version)'
 """
 
 

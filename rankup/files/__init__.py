@@ -1,8 +1,8 @@
 """`rankup add` writes launch files into the user's repository: a Dockerfile, a compose file, a batch file for Slurm, a
 manifest for Kubernetes. The user owns them.
 
-`repository.py` finds out what stands in the repository, and `add.py` renders `templates/` with it. Each file has a
-header with the command that made it, so that `--diff` can render it again. Nothing here imports torch.
+`repository.py` finds out what stands in the repository, `plan.py` renders `templates/` with it, and `add.py` writes the
+files. Each file has a header with the command that made it, so that `--diff` can render it again. No import of torch.
 """
 
 import re

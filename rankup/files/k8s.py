@@ -7,6 +7,7 @@ repository share: deleting a job's file then deletes no checkpoint.
 
 import json
 import re
+import shlex
 import textwrap
 from argparse import Namespace
 from collections.abc import Sequence
@@ -35,8 +36,6 @@ def k8s_variables(given: Namespace, variables: dict[str, Any], folder: Path) -> 
     for flag, text in (("--queue", given.queue), ("--secret", given.secret), ("--data-claim", given.data_claim)):
         if text and not NAME.fullmatch(text):
             raise UserError(f"add: {flag} must be a name of Kubernetes (small letters, digits, - and .), got {text}.")
-    if not IMAGE.fullmatch(variables["image"]):
-        raise UserError(f"add: --image must be the name of an image, got {variables['image']}.")
     volume = str(PurePosixPath(path).with_name("volume.yaml"))
     data_claim = given.data_claim or f"{name}-data"
     env, mounts, volumes = [], [], []
@@ -62,7 +61,8 @@ def k8s_variables(given: Namespace, variables: dict[str, Any], folder: Path) -> 
         "makes_data_claim": bool(variables["data"]) and not given.data_claim,
         "container": CONTAINERS.get(kind, "trainer"), "args": _flow(_arguments(given, variables)), "codes": CODES,
         "pods": "one pod" if most == 1 else f"{least} to {most} pods" if elastic else f"{most} pods",
-        "run": f"kubectl apply -f {volume} -f {path}", "env": env, "mounts": mounts, "volumes": volumes, **quoted,
+        "run": f"kubectl apply -f {shlex.quote(volume)} -f {shlex.quote(path)}",
+        "env": env, "mounts": mounts, "volumes": volumes, **quoted,
     }
 
 

@@ -3,6 +3,7 @@
 Reads files and changes nothing. Everything worth saying is a line in `notes`.
 """
 
+import codecs
 import json
 import os
 import re
@@ -21,11 +22,17 @@ from rankup.errors import UserError
 from rankup.files import HEADER
 
 LISTS = ("uv.lock", "pylock.toml", "requirements.txt", "pyproject.toml", "setup.py")  # the first one that exists counts
-# Lists that no command of ours installs
-FOREIGN_LISTS = ("environment.yml", "environment.yaml", "conda.yaml", "poetry.lock", "Pipfile.lock", "pixi.lock")
+CONDA_LISTS = ("environment.yml", "environment.yaml", "conda.yaml")
+FOREIGN_LISTS = (*CONDA_LISTS, "poetry.lock", "Pipfile.lock", "pixi.lock")  # no command of ours installs them
+PROJECT = {  # what rankup reads in pyproject.toml, tables first
+    "project": "a table", "project.dependencies": "a list of texts", "project.dynamic": "a list of texts",
+    "project.optional-dependencies": "a table", "project.scripts": "a table", "project.requires-python": "a text",
+    "build-system": "a table", "build-system.requires": "a list of texts", "tool": "a table", "tool.uv": "a table",
+}
 ENVIRONMENT = "/opt/env"  # where uv installs
 PIP = "python -m pip install"
 SCM = "SETUPTOOLS_SCM_PRETEND_VERSION=0 "
+_CONDA_NAME = re.compile(r"""^name:[ \t]*["']?([\w.-]+)""", re.MULTILINE)
 NEEDS_GIT = re.compile(r'git\+|git = "')  # in a list of packages
 
 
@@ -64,7 +71,7 @@ def find_packages(folder: Path, wanted: str = "", *, extras: Sequence[str] = (),
         raise UserError(f"add: --requirements must be a file in this folder, got {wanted}.")
     found = [wanted] if wanted else [name for name in LISTS if (folder / name).is_file()]
     project = read_project(folder)
-    if "project" not in project and wanted != "pyproject.toml":
+    if not {"project", "build-system"} & {*project} and wanted != "pyproject.toml":
         found = [name for name in found if name != "pyproject.toml"]  # it only configures tools
     listed = [path.relative_to(folder) for where in ("", "*/") for path in folder.glob(f"{where}requirements*.txt")]
     more = [path.as_posix() for path in sorted(listed, key=lambda path: (path.parent != Path(near), path))]
@@ -83,18 +90,20 @@ def find_packages(folder: Path, wanted: str = "", *, extras: Sequence[str] = (),
     # In place, as the owner installs it, so that modules find the files beside them. Without .git there is no version
     scm = any(re.search("scm|vcs", each) for each in project.get("build-system", {}).get("requires", []))
     in_place = f"{SCM * scm}{PIP}"
-    installs_itself = "build-system" in project or (folder / "setup.py").is_file()
-    own = [f"{in_place} --no-deps -e ."] if installs_itself else []
+    own = [f"{in_place} --no-deps -e ."] if installs_itself(folder) else []
     if file in ("uv.lock", "pylock.toml"):
         return _locked(folder, file, notes, project, own, extras)
-    if file == "setup.py" or (file == "pyproject.toml" and "dependencies" in project["project"].get("dynamic", [])):
+    listing = project.get("project", {"dynamic": ["dependencies"]})  # other tools have lists of their own
+    if file == "setup.py" or (file == "pyproject.toml" and "dependencies" in listing.get("dynamic", [])):
         this = f"'.[{','.join(extras)}]'" if extras else "."
         return Packages(file, ["."], [f"{in_place} -e {this}"], names=None, notes=notes)
     if file == "pyproject.toml":
-        wants = [*project["project"].get("dependencies", []), *(each for name in extras for each in optional[name])]
+        wants = [*listing.get("dependencies", []), *(each for name in extras for each in optional[name])]
+        for want in wants:
+            find_local(folder, file, want)
         lists = ["*p.get('dependencies', [])", *(f"*p['optional-dependencies']['{name}']" for name in extras)]
-        listing = f"p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print({', '.join(lists)}, sep=chr(10))"
-        return Packages(file, [file], [f'python -c "import tomllib; {listing}" > /tmp/list', f"{PIP} -r /tmp/list"],
+        code = f"p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print({', '.join(lists)}, sep=chr(10))"
+        return Packages(file, [file], [f'python -c "import tomllib; {code}" > /tmp/list', f"{PIP} -r /tmp/list"],
                         own, frozenset(map(name_of, wants)), notes=notes)
     read = Requirements(folder, file)
     if read.local:
@@ -116,26 +125,55 @@ def _locked(
     folder: Path, file: str, notes: list[str], project: dict[str, Any], own: list[str], extras: Sequence[str],
 ) -> Packages:
     """Return how uv installs a lock file, into an environment of its own: a lock lists all packages."""
+    if file == "uv.lock" and not (folder / "pyproject.toml").is_file():
+        raise UserError("add: uv.lock must have its pyproject.toml beside it, got none. Give --requirements FILE.")
     listed = _toml(folder / file).get("package" if file == "uv.lock" else "packages") or []
     if not isinstance(listed, list) or not all(isinstance(each, dict) and "name" in each for each in listed):
         raise UserError(f"{file}: it must be a lock file, got packages without a name. Lock again.")
     names = frozenset(name_of(each["name"]) for each in listed)
+    sources = [each.get("source", each) for each in listed]  # uv's; pylock.toml has the same words without a table
+    kinds = ("editable", "directory", "path", "virtual", "archive", "wheel")
+    named = [source[kind] for source in sources if isinstance(source, dict) for kind in kinds if kind in source]
+    paths = [path.get("path") if isinstance(path, dict) else path for path in named]
+    local = [path for path in paths if path and path != "." and find_local(folder, file, path, f"file:{path}")]
     made = ["python -m pip install uv", f"uv venv --quiet --system-site-packages {ENVIRONMENT}"]
     uv = f"UV_PYTHON={ENVIRONMENT} uv pip install"
     if file == "pylock.toml":
         own = [command.replace(PIP, uv) for command in own]
-        return Packages(file, [file], [*made, f"{uv} -r {file}"], own, names, ENVIRONMENT, notes)
+        copy = ["."] if local else [file]
+        return Packages(file, copy, [*made, f"{uv} -r {file}"], own, names, ENVIRONMENT, notes)
     sync = f"UV_PROJECT_ENVIRONMENT={ENVIRONMENT} uv sync --frozen --inexact --no-dev"
     sync = f"{SCM * (SCM in ' '.join(own))}{sync}{''.join(f' --extra {name}' for name in extras)}"
-    if "workspace" in project.get("tool", {}).get("uv", {}):  # uv reads the project files of all members
+    if local or "workspace" in project.get("tool", {}).get("uv", {}):  # uv reads the project files of all members
         return Packages(file, ["."], [*made, sync], [], names, ENVIRONMENT, notes)
     first = [*made, f"{sync} --no-install-project"]
     return Packages(file, ["pyproject.toml", file], first, [sync], names, ENVIRONMENT, notes)
 
 
+def read(path: Path, limit: int = -1) -> str:
+    """Return the text of a file, or its first `limit` characters."""
+    with path.open(errors="replace") as file:
+        return file.read(limit)
+
+
 def read_project(folder: Path) -> dict[str, Any]:
-    """Return what pyproject.toml says, or {} if there is none."""
-    return _toml(folder / "pyproject.toml") if (folder / "pyproject.toml").is_file() else {}
+    """Return what pyproject.toml says, or {} if there is none. Raises UserError for what no tool can read."""
+    said = _toml(folder / "pyproject.toml") if (folder / "pyproject.toml").is_file() else {}
+    for names, kind in PROJECT.items():
+        value: Any = said
+        for name in names.split("."):
+            value = value.get(name) if value is not None else None
+        kinds = {"a table": dict, "a list of texts": list, "a text": str}
+        if value is not None and not (isinstance(value, kinds[kind]) and (kind != "a list of texts" or _texts(value))):
+            raise UserError(f"pyproject.toml: {names} must be {kind}, got {value}. Correct the file.")
+    optional = said.get("project", {}).get("optional-dependencies", {})
+    if wrong := [name for name, value in optional.items() if not isinstance(value, list) or not _texts(value)]:
+        raise UserError(f"pyproject.toml: the extra {wrong[0]} must be a list of texts, got {optional[wrong[0]]}.")
+    return said
+
+
+def _texts(values: list[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def python_minor(requires: str, running: int) -> int:
@@ -174,30 +212,41 @@ class Requirements:
                 self._read(folder, name, line)
 
     def _read(self, folder: Path, file: str, line: str) -> None:
-        option = re.match(r"(-r|--requirement|-c|--constraint|-e|--editable)[ =]?\s*(.+)", line)
-        value = re.sub(r"^[\w.\[\],-]+ *@ *(?=file:)", "", (option[2] if option else line).strip().strip("\"'"))
-        includes = option is not None and option[1] not in ("-e", "--editable")
-        is_path = includes or option or value.startswith((".", "/", "file:")) or value.endswith((".whl", ".tar.gz"))
-        if "://" in value.removeprefix("file://") or (line.startswith("-") and not option):
-            return  # an address, or an option of pip
-        if not is_path:
-            self.names.add(name_of(value))
-            return
-        relative = Path(file).parent if includes else Path()  # pip takes other paths from the current folder
-        path = os.path.normpath(relative / re.sub(r"^file:(//)?", "", value).partition("[")[0])
-        if path.startswith(("..", "/")):
-            raise UserError(f"{file}: a path must be inside this folder to be in an image, got {line}. Move it in.")
-        if not (folder / path).exists():
-            raise UserError(f"{file}: a path must exist, got {line}. Correct the line.")
-        if not includes:
+        option = re.match(r"(-r|--requirement|-c|--constraint|-e|--editable|-f|--find-links)[ =]?\s*(.+)", line)
+        if line.startswith("-") and not option:
+            return  # another option of pip
+        if option and option[1] in ("-r", "--requirement", "-c", "--constraint"):
+            if path := find_local(folder, file, line, f"file:{option[2]}", within=Path(file).parent):
+                self.files += [path] * (path not in self.files)
+        elif path := find_local(folder, file, line, option[2] if option else ""):
             self.local = self.local or f'"{line}" in {file}'
-        elif path not in self.files:
-            self.files.append(path)
+        elif "://" not in line:
+            self.names.add(name_of(line))
+
+
+def find_local(folder: Path, file: str, line: str, value: str = "", *, within: Path = Path()) -> str:
+    """Return the path in `folder` that a line of a list names, or "" if it names a package or an address. `value`: the
+    part of the line that is a path or an address. Relative paths begin in `within`. Raises UserError for a path that no
+    image can have."""
+    is_path = bool(value)
+    value = re.sub(r"^[\w.\[\], -]+ *@ *(?=file:)", "", (value or line).strip().strip("\"'"))
+    is_path = is_path or value.startswith((".", "/", "file:")) or value.endswith((".whl", ".tar.gz"))
+    if not is_path or "://" in value.removeprefix("file://"):
+        return ""
+    path = os.path.normpath(within / re.sub(r"^file:(//)?", "", value).partition("[")[0])
+    if path.startswith(("..", "/")):
+        raise UserError(f"{file}: a path must be inside this folder to be in an image, got {line}. Move it in.")
+    if not (folder / path).exists():
+        raise UserError(f"{file}: a path must exist, got {line}. Correct the line.")
+    return path
 
 
 def _lines(path: Path) -> Iterator[str]:
     """Iterate over the lines of a requirements file, joined where they end in a backslash, without comments."""
-    for line in re.sub(r"\\\r?\n", " ", path.read_text("utf-8-sig", "replace")).splitlines():
+    data = path.read_bytes()
+    is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # PowerShell writes it
+    text = data.decode("utf-16" if is_wide else "utf-8-sig", "replace")
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         if stripped := re.sub(r"(^|\s)#.*", "", line).strip():
             yield stripped
 
@@ -243,20 +292,35 @@ def find_origin(distribution: metadata.Distribution) -> Origin:
 
 def activation(folder: Path, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return the shell lines that make the user's Python available in a batch job: one that loads the modules, or "",
-    and one for the environment. A .venv comes first, then the active environment, then one of another name."""
+    and one for the environment: .venv, the active one, one in the folder, or that of environment.yml, in this order."""
     modules = environ.get("LOADEDMODULES", "").replace(":", " ")
     load = f"module load {modules}" if modules else ""
-    named, active = environ.get("CONDA_DEFAULT_ENV", ""), environ.get("VIRTUAL_ENV", "")
-    inside = os.path.relpath(active or folder, folder)
+    active, named = environ.get("VIRTUAL_ENV", ""), environ.get("CONDA_DEFAULT_ENV", "")
+    inside = sorted(path.parent.name for each in ("pyvenv.cfg", "conda-meta") for path in folder.glob(f"*/{each}"))
+    of_lists = (_CONDA_NAME.search(read(folder / name)) for name in CONDA_LISTS if (folder / name).is_file())
+    of_list = next((found[1] for found in of_lists if found), "")
     if (folder / ".venv").is_dir() or (folder / "uv.lock").is_file():
-        inside = ".venv"
-    elif named and named != "base":
-        conda = environ.get("CONDA_EXE", "conda").removesuffix("/bin/conda")
-        return load, f'source "{conda}/etc/profile.d/conda.sh" && conda activate {named}'
-    elif not active:
-        inside = min((path.parent.name for path in folder.glob("*/pyvenv.cfg")), default=".venv")
-    place = shlex.quote(active) if inside.startswith("..") else f"$PWD/{shlex.quote(inside)}"
-    return load, f"export PATH={place}/bin:$PATH"
+        place = ".venv"
+    elif (named and named != "base") or not (active or inside or not of_list):
+        return load, _conda(named if named not in ("", "base") else of_list, folder, environ)
+    else:
+        place = active or min(inside, default=".venv")
+    if (folder / place / "conda-meta").is_dir():
+        return load, _conda(str(folder.absolute() / place), folder, environ)
+    within = os.path.relpath(folder / place, folder)
+    path = shlex.quote(place) if within.startswith("..") else f"$PWD/{shlex.quote(within)}"
+    return load, f"export PATH={path}/bin:$PATH"
+
+
+def _conda(environment: str, folder: Path, environ: Mapping[str, str]) -> str:
+    """Return the line that activates an environment of conda, by its name or its path."""
+    if "/" in environment and not (within := os.path.relpath(environment, folder)).startswith(".."):
+        environment = f"./{within}"
+    if micromamba := environ.get("MAMBA_EXE", "") if "CONDA_EXE" not in environ else "":
+        hook, tool = f"{shlex.quote(micromamba)} shell hook --shell bash", "micromamba"
+    else:
+        hook, tool = f"{shlex.quote(environ.get('CONDA_EXE', 'conda'))} shell.bash hook", "conda"
+    return f'eval "$({hook})" && {tool} activate {shlex.quote(environment)}'
 
 
 # What an image would lack, or carry in vain --------------------------------------------------------------------------
@@ -266,16 +330,18 @@ def find_gaps(folder: Path, words: Sequence[str], mounted: Sequence[str], left_o
     """Iterate over notes on what the image would lack, or carry in vain. `words`: the script and its words. `mounted`:
     the paths of --data. `left_out`: what the image needs least, in the words of .dockerignore."""
     modules = folder / ".gitmodules"
-    paths = re.findall(r"(?m)^\s*path *= *(.+?)\s*$", modules.read_text()) if modules.is_file() else []
+    paths = re.findall(r"(?m)^\s*path *= *(.+?)\s*$", read(modules)) if modules.is_file() else []
     if empty := [path for path in paths if not any((folder / path).glob("*"))]:
         yield f"files  {', '.join(empty)}: empty, as submodules are until you bring them with git"
     theirs = folder / ".dockerignore"
     ignored = {line.strip().strip("/") for line in _lines(theirs)} if theirs.is_file() else {*left_out}
-    if lacking := [each for each in left_out if each.strip("/") not in ignored and (folder / each).exists()]:
+    names_all = bool(ignored & {"*", "**"})  # and then what the image has
+    lacking = [each for each in left_out if each.strip("/") not in ignored and (folder / each).exists()]
+    if lacking and not names_all:
         yield f"files  your .dockerignore does not name {' '.join(lacking)}: add these lines, or the image has them too"
     root = folder.resolve()
     for path in sorted(folder.iterdir()):
-        if path.name in ignored or path.name in left_out:
+        if names_all or path.name in ignored or path.name in left_out:
             continue
         if path.is_symlink() and not path.resolve().is_relative_to(root):
             yield f"files  {path.name} is a link to {path.resolve()}, which no image has: give --data {path.name}"
@@ -287,19 +353,35 @@ def find_gaps(folder: Path, words: Sequence[str], mounted: Sequence[str], left_o
             yield f"files  {path} is not in the image: give --data {path}"
 
 
-def imports_from_root(script: Path, folder: Path) -> bool:
-    """Return whether a script in a sub-folder imports what lies in `folder`, as with PYTHONPATH=. in a shell."""
-    names = re.findall(r"(?m)^\s*(?:from|import) (\w+)", script.read_text(errors="replace"))
-    return script.parent != folder and any(
+def import_roots(script: Path, folder: Path, is_module: bool, is_installed: bool) -> list[str]:
+    """Return where Python must look for the repository's own modules, besides the script's folder: "" is `folder`
+    itself, for a script in a sub-folder that imports what lies there, as with PYTHONPATH=. in a shell; "/src" is src/,
+    unless pip installs the repository."""
+    names = re.findall(r"(?m)^\s*(?:from|import) (\w+)", read(script))
+    from_root = not is_module and script.parent != folder and any(
         path.with_suffix(".py").is_file() or any(path.glob("*.py")) for path in (folder / name for name in names)
     )
+    from_src = (folder / "src").is_dir() and not (folder / "src" / "__init__.py").is_file() and not is_installed
+    return [""] * from_root + ["/src"] * from_src
+
+
+def installs_itself(folder: Path) -> bool:
+    """Return whether pip can install the repository."""
+    return "build-system" in read_project(folder) or (folder / "setup.py").is_file()
+
+
+def blank_arguments(dockerfile: str) -> list[str]:
+    """Return the arguments without a default that name a base image in the text of a Dockerfile, sorted."""
+    images = "\n".join(re.findall(r"(?im)^\s*FROM\s+(?:--platform=\S+\s+)?(\S+)", dockerfile))
+    given = re.findall(r"(?im)^\s*ARG\s+(\w+)=", dockerfile)
+    return sorted({*re.findall(r"\$\{?(\w+)\b(?!:-)", images)} - {*given})
 
 
 def other_dockerfile(folder: Path, ours: str) -> str:
     """Return a Dockerfile of the user's under another name than Dockerfile, or ""."""
     found = [path for pattern in ("Dockerfile.*", "docker/*ockerfile*") for path in sorted(folder.glob(pattern))]
     theirs = (path.relative_to(folder).as_posix() for path in found if path.is_file()
-              and not HEADER.search(path.read_text(errors="replace")))
+              and not HEADER.search(read(path)))
     return next((path for path in theirs if path != ours), "")
 
 

@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import re
 import shlex
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -12,12 +14,13 @@ import yaml
 
 from rankup import cli
 from rankup.errors import UserError
-from rankup.files import IN_IMAGE
+from rankup.files import IN_IMAGE, JOB_KINDS
 from rankup.files.add import rendered_again
 from rankup.files.repository import find_origin, find_packages, python_minor
 from tests.rigs.jobs import ROOT
 
 DDP = "import torch.distributed\n"
+CONDA = 'eval "$(conda shell.bash hook)" && conda activate '
 
 
 class Distribution(metadata.Distribution):
@@ -44,9 +47,16 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "requirements.txt").write_text("torch==2.14.1\npandas\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(metadata, "distribution", lambda name: Distribution())
-    for name in ("LOADEDMODULES", "CONDA_DEFAULT_ENV", "VIRTUAL_ENV"):
-        monkeypatch.delenv(name, raising=False)
+    forget_environments(monkeypatch)
     return folder
+
+
+def forget_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do as if no module is loaded and no environment is active, for a user with the id 1000."""
+    for name in ("LOADEDMODULES", "CONDA_DEFAULT_ENV", "CONDA_EXE", "MAMBA_EXE", "VIRTUAL_ENV"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(os, "getgid", lambda: 1000)
 
 
 def add(capsys: pytest.CaptureFixture[str], line: str, *, code: int = 0) -> str:
@@ -202,6 +212,11 @@ def test_a_wheel_of_rankup_is_put_beside_the_dockerfile(repository: Path, capsys
     ("k8s --data a/images --data b/images train.py", "--data must name folders of different names"),
     ("compose run.sh", "must be a Python file, got run.sh. Name the one that it starts: train.py"),
     ("compose folder.py", "must be an existing file, got folder.py."),
+    ("compose --image 'a b' train.py", "--image must be the name of an image, got a b."),
+    ("compose --base 'a\nRUN b' train.py", "each word must be on one line"),
+    ("compose --name 'a\nb' train.py", "each word must be on one line"),
+    ("compose --dockerfile ../Dockerfile train.py", "--dockerfile must be a path inside this folder"),
+    ("compose --data a --output a train.py", "--output must not be a folder of --data"),
 ])
 def test_a_mistake_is_one_line_and_writes_nothing(repository: Path, capsys, line: str, said: str) -> None:
     (repository.parent / "other.py").write_text("")
@@ -290,13 +305,49 @@ def test_what_an_image_would_lack_or_carry_in_vain_is_said(repository: Path, cap
     assert "Hydra" not in said
 
 
-def test_a_script_in_a_folder_finds_the_modules_beside_that_folder(repository: Path, capsys) -> None:
-    for name, text in {"scripts/fit.py": DDP + "from net import model\n", "scripts/alone.py": DDP, "net/model.py": "",
-                       "src/__init__.py": ""}.items():
-        (repository / name).parent.mkdir(exist_ok=True)
-        (repository / name).write_text(text)
-    assert f"PYTHONPATH={IN_IMAGE}\n" in add(capsys, "compose --diff scripts/fit.py")
-    assert "PYTHONPATH=" not in add(capsys, "compose --diff scripts/alone.py")  # src/ is a package, not its parent
+@pytest.mark.parametrize(("files", "script", "roots"), [
+    ({"scripts/fit.py": "from net import model\n", "net/model.py": ""}, "scripts/fit.py", ["", "/src"]),
+    ({"scripts/fit.py": "import helper as h\n", "helper.py": ""}, "scripts/fit.py", ["", "/src"]),
+    ({"scripts/fit.py": "import torch\n"}, "scripts/fit.py", ["/src"]),
+    ({"train.py": "import helper\n", "helper.py": ""}, "train.py", ["/src"]),
+    ({"train.py": "", "src/__init__.py": ""}, "train.py", []),  # src is the package itself
+    ({"src/net/fit.py": ""}, "-m net.fit", ["/src"]),
+    # pip installs src/, but perhaps not what else lies in the folder
+    ({"scripts/fit.py": "from net import model\n", "net/model.py": "", "setup.py": ""}, "scripts/fit.py", [""]),
+])
+def test_a_script_finds_the_modules_of_the_folder_in_an_image_and_on_slurm(
+    repository: Path, capsys, files: dict[str, str], script: str, roots: list[str]
+) -> None:
+    for name, text in {"src/other.py": "", **files}.items():
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text(DDP + text)
+    for kind, folder in (("compose", IN_IMAGE), ("slurm", "$PWD")):
+        made = [line for line in add(capsys, f"{kind} --diff {script}").splitlines() if "PYTHONPATH=" in line]
+        expected = "PYTHONPATH=" + ":".join(f"{folder}{root}" for root in roots) + "${PYTHONPATH:+:$PYTHONPATH}"
+        assert [line.split()[-1] for line in made] == ([expected] if roots else []), made
+
+
+@pytest.mark.parametrize(("dockerfile", "line"), [
+    ("ARG BASE_IMAGE\nFROM ${BASE_IMAGE}\n", "docker build --build-arg BASE_IMAGE=VALUE -t my-model-base ."),
+    ("ARG TAG\nFROM --platform=$BUILDPLATFORM repo/torch:$TAG as x\nFROM x\n", "docker build --build-arg TAG=VALUE -t"),
+    ("ARG TAG=1\nARG ROOT\nFROM torch:${TAG}-x\nARG NAME\nFROM ${ROOT:-debian}\n", "docker build -t my-model-base ."),
+])
+def test_values_that_an_own_dockerfile_needs_are_in_the_next_line(
+    repository: Path, capsys, dockerfile: str, line: str
+) -> None:
+    (repository / "Dockerfile").write_text(dockerfile)
+    said = add(capsys, "compose train.py")
+    assert f"  {line}" in said
+    assert ("replace each VALUE below" in said) is ("VALUE" in line)
+
+
+def test_nothing_is_said_of_a_dockerignore_that_names_what_the_image_has(repository: Path, capsys) -> None:
+    (repository / ".dockerignore").write_text("*\n!train.py\n!requirements.txt\n")
+    (repository / "runs").mkdir()
+    (repository / "cached").mkdir()
+    with (repository / "cached" / "train.bin").open("wb") as file:
+        file.truncate(2 * 10**9)
+    assert "files  " not in add(capsys, "compose train.py")
 
 
 def test_k8s_says_what_the_next_line_needs(repository: Path, capsys) -> None:
@@ -349,16 +400,115 @@ def test_a_file_that_this_user_may_not_read_is_one_line(repository: Path, capsys
     assert said == "error: add: requirements.txt must be readable, got Permission denied.\n"
 
 
+@pytest.mark.parametrize("text", [
+    "project = 3", "tool.uv = 3", "build-system.requires = 'x'", "project.dependencies = 'torch'",
+    "project.dependencies = [3]", "project.requires-python = 3", "project.optional-dependencies.gpu = 'torch'",
+])
+def test_a_project_file_with_a_value_of_another_kind_is_one_line(repository: Path, capsys, text: str) -> None:
+    (repository / "pyproject.toml").write_text(text)
+    said = add(capsys, "compose slurm train.py", code=2)
+    assert said.startswith("error: pyproject.toml: ")
+    assert said.count("\n") == 1
+
+
+def test_what_is_no_file_stays_as_it_is(repository: Path, capsys) -> None:
+    (repository / "Dockerfile").mkdir()
+    (repository / "train.sbatch").mkdir()
+    (repository / "compose.yaml").symlink_to("nowhere")
+    said = add(capsys, "compose slurm train.py")
+    for name in ("Dockerfile", "train.sbatch", "compose.yaml"):
+        assert f"add: {name} exists: left as it is" in said
+    assert (repository / "compose.yaml").is_symlink()
+    assert "+exec rankup launch" in add(capsys, "slurm --diff train.py")
+
+
 @pytest.mark.parametrize("text", ["package = 3", "[[package]]\nversion = 1"])
 def test_a_lock_file_that_is_none_is_one_line(repository: Path, capsys, text: str) -> None:
     (repository / "uv.lock").write_text(text)
+    assert "uv.lock must have its pyproject.toml beside it" in add(capsys, "compose train.py", code=2)
+    (repository / "pyproject.toml").write_text("")
     assert "uv.lock: it must be a lock file" in add(capsys, "compose train.py", code=2)
 
 
-@pytest.mark.parametrize("line", ["net @ file:///opt/net", "../lib", "-e ../lib", "-r missing.txt", "./missing.whl"])
+@pytest.mark.parametrize("line", [
+    "net @ file:///opt/net", "../lib", "-e ../lib", "-e lib", "-r missing.txt", "./missing.whl", "-f ../wheels",
+    "-f none",
+])
 def test_a_requirement_that_no_image_can_have_is_one_line(repository: Path, capsys, line: str) -> None:
     (repository / "requirements.txt").write_text(f"torch\n{line}\n")
     assert "requirements.txt: a path must" in add(capsys, "compose train.py", code=2)
+
+
+@pytest.mark.parametrize(("file", "text"), [
+    ("uv.lock", '[[package]]\nname = "lib"\nsource = { editable = "../lib" }\n'),
+    ("uv.lock", '[[package]]\nname = "lib"\nsource = { path = "/opt/lib-1-py3-none-any.whl" }\n'),
+    ("pylock.toml", '[[packages]]\nname = "lib"\ndirectory = { path = "../lib" }\n'),
+    ("pyproject.toml", '[project]\nname = "x"\ndependencies = ["lib[a] @ file:///opt/lib"]\n'),
+])
+def test_a_path_in_any_list_must_be_in_the_folder(repository: Path, capsys, file: str, text: str) -> None:
+    (repository / "requirements.txt").unlink()
+    (repository / "pyproject.toml").write_text('[project]\nname = "x"\n')
+    (repository / file).write_text(text)
+    assert f"{file}: a path must be inside this folder" in add(capsys, "compose train.py", code=2)
+    if file != "pyproject.toml":
+        (repository / "lib").mkdir()
+        (repository / file).write_text(re.sub('"[./opt]*/lib.*?"', '"lib"', text))
+        add(capsys, "compose train.py")
+        before, _, _ = (repository / "Dockerfile").read_text().partition("uv venv")
+        assert "COPY . ./" in before  # the lock installs it, so it is there first
+
+
+def test_what_a_list_installs_from_the_folder_is_copied_first(repository: Path, capsys) -> None:
+    (repository / "wheels").mkdir()
+    (repository / "requirements.txt").write_text("torch\n--find-links=wheels\nextra\n")
+    assert '"--find-links=wheels" in requirements.txt installs from this folder' in add(capsys, "compose train.py")
+    assert "COPY . ./\n" in (repository / "Dockerfile").read_text()
+
+
+def test_a_list_that_powershell_wrote_is_read(repository: Path, capsys) -> None:
+    (repository / "requirements.txt").write_text("torch==2.14.1\r\npandas\r\n", "utf-16")
+    assert "does not name torch" not in add(capsys, "compose train.py")
+
+
+@pytest.mark.parametrize("project", [
+    '[build-system]\nrequires = ["poetry-core"]\n[tool.poetry]\nname = "x"\n',
+    '[build-system]\nrequires = ["setuptools"]\n',
+])
+def test_a_project_whose_packages_only_its_build_system_knows_is_installed(
+    repository: Path, capsys, project: str
+) -> None:
+    (repository / "requirements.txt").unlink()
+    (repository / "pyproject.toml").write_text(project)
+    (repository / "poetry.lock").touch()
+    assert "packages  from pyproject.toml" in add(capsys, "compose train.py")
+    assert "python -m pip install -e .\n" in (repository / "Dockerfile").read_text()
+
+
+def test_paths_with_spaces_and_dollars_reach_the_files_and_the_next_lines(repository: Path, capsys) -> None:
+    (repository / "my train.py").write_text(DDP)
+    (repository / "my $HOME data").mkdir()
+    said = add(capsys, "compose slurm k8s --data 'my $HOME data' --data './my $HOME data' 'my train.py'")
+    assert "  sbatch 'my train.sbatch'\n" in said
+    assert "-f 'k8s/my train.yaml'\n" in said
+    node = yaml.safe_load((repository / "compose.yaml").read_text())["services"]["node0"]
+    assert [each["source"] for each in node["volumes"]] == ["${RUNS:-./runs}", "./my $$HOME data"]
+
+
+@pytest.mark.parametrize(("file", "line"), [
+    ("train.yaml", "docker compose -f train.yaml up --build"),
+    ("deploy/train.yaml", "docker compose --project-directory . -f deploy/train.yaml up --build"),
+])
+def test_a_compose_file_of_another_name_is_in_the_line_that_starts_it(
+    repository: Path, capsys, file: str, line: str
+) -> None:
+    (repository / "docker-compose.yml").touch()
+    assert f"  {line}\n" in (said := add(capsys, f"compose --file {file} train.py"))
+    assert "docker-compose.yml" not in said
+    assert f"# Run: {line} " in (repository / file).read_text()
+    (repository / "compose.override.yaml").touch()
+    said = add(capsys, "compose train.py")
+    assert "docker-compose.yml is here: compose reads compose.yaml in its place" in said
+    assert "compose.override.yaml is here: compose reads compose.yaml and then it" in said
 
 
 def test_an_option_of_the_script_may_have_the_name_of_one_of_add(repository: Path, capsys) -> None:
@@ -392,14 +542,9 @@ def test_a_script_whose_ranks_would_train_alone_is_said(repository: Path, capsys
     assert "names no torch.distributed" not in add(capsys, "compose train.py")
 
 
-def test_an_environment_that_is_active_is_activated_in_a_batch_job(repository: Path, capsys, monkeypatch) -> None:
+def test_modules_that_are_loaded_are_loaded_in_a_batch_job(repository: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("LOADEDMODULES", "cuda/13.0:python/3.11")
-    monkeypatch.setenv("CONDA_DEFAULT_ENV", "torch")
-    monkeypatch.setenv("CONDA_EXE", "/apps/conda/bin/conda")
-    text = add(capsys, "slurm --stdout train.py")
-    assert "module load cuda/13.0 python/3.11" in text
-    assert "/apps/conda/etc/profile.d/conda.sh" in text
-    assert "conda activate torch" in text
+    assert "module load cuda/13.0 python/3.11" in add(capsys, "slurm --stdout train.py")
 
 
 @pytest.mark.parametrize(("folders", "env", "line"), [
@@ -410,12 +555,32 @@ def test_an_environment_that_is_active_is_activated_in_a_batch_job(repository: P
     (["a", "env"], {"VIRTUAL_ENV": "HERE/env"}, "export PATH=$PWD/env/bin:$PATH"),
     (["env"], {"VIRTUAL_ENV": "/shared/my envs/x"}, "export PATH='/shared/my envs/x'/bin:$PATH"),
     (["env"], {"CONDA_DEFAULT_ENV": "base"}, "export PATH=$PWD/env/bin:$PATH"),
+    ([], {"CONDA_DEFAULT_ENV": "torch"}, CONDA + 'torch'),
+    (["env"], {"CONDA_DEFAULT_ENV": "torch", "CONDA_EXE": "/my apps/bin/conda"},
+     """eval "$('/my apps/bin/conda' shell.bash hook)" && conda activate torch"""),
+    ([], {"CONDA_DEFAULT_ENV": "HERE/envs/t"}, CONDA + './envs/t'),
+    ([], {"CONDA_DEFAULT_ENV": "/shared/t"}, CONDA + '/shared/t'),
+    ([], {"CONDA_DEFAULT_ENV": "t", "MAMBA_EXE": "/bin/micromamba"},
+     'eval "$(/bin/micromamba shell hook --shell bash)" && micromamba activate t'),
+    ([".venv/conda-meta"], {}, CONDA + './.venv'),
+    (["env/conda-meta"], {"CONDA_DEFAULT_ENV": "base"}, CONDA + './env'),
+    (["environment.yml: lit"], {"CONDA_DEFAULT_ENV": "base"}, CONDA + 'lit'),
+    (["environment.yml: lit"], {"CONDA_DEFAULT_ENV": "torch"}, CONDA + 'torch'),
+    (["environment.yml: lit", ".venv"], {}, "export PATH=$PWD/.venv/bin:$PATH"),
+    (["environment.yml: lit", "env"], {}, "export PATH=$PWD/env/bin:$PATH"),
+    (["environment.yaml: 'my-lit'  # ours"], {}, CONDA + 'my-lit'),
+    (["environment.yml:"], {}, "export PATH=$PWD/.venv/bin:$PATH"),
 ])
 def test_a_batch_job_gets_the_environment_of_the_repository(
     repository: Path, capsys, monkeypatch, folders: list[str], env: dict[str, str], line: str
 ) -> None:
+    """`folders`: environments, or lists of conda with the name in them."""
     for folder in folders:
-        (repository / folder).mkdir()
+        if folder.startswith("environment"):
+            file, _, name = folder.partition(":")
+            (repository / file).write_text(f"name:{name}\ndependencies: [pytorch]\n")
+            continue
+        (repository / folder).mkdir(parents=True)
         (repository / folder / "pyvenv.cfg").touch()
     for name, text in env.items():
         monkeypatch.setenv(name, text.replace("HERE", str(repository)))
@@ -423,11 +588,34 @@ def test_a_batch_job_gets_the_environment_of_the_repository(
     assert found.partition("# EDIT")[0].strip() == line
 
 
-def test_own_launch_files_are_what_add_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    for name in ("LOADEDMODULES", "CONDA_DEFAULT_ENV", "VIRTUAL_ENV"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_batch_job_that_activates_an_environment_of_conda_runs_its_rankup(
+    repository: Path, capsys, monkeypatch, tmp_path: Path
+) -> None:
+    """A stand-in for conda: its hook defines a function, which puts an environment's folder first."""
+    conda, rankup = tmp_path / "my apps" / "bin" / "conda", tmp_path / "envs" / "lit" / "bin" / "rankup"
+    hook = f'#!/bin/sh\n[ "$1" = shell.bash ] && echo \'conda() {{ export PATH="{tmp_path}/envs/$2/bin:$PATH"; }}\'\n'
+    for path, text in ((conda, hook), (rankup, '#!/bin/sh\necho "mine: $*, $PYTHONPATH"\n')):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    monkeypatch.setenv("CONDA_EXE", str(conda))
+    (repository / "environment.yml").write_text("name: lit\n")
+    (repository / "src").mkdir()
+    add(capsys, "slurm train.py --lr 0.1")
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/theirs"}
+    said = subprocess.check_output(["bash", "train.sbatch", "--more"], env=env, text=True)
+    assert said == f"mine: launch train.py --lr 0.1 --more, {repository}/src:/theirs\n"
+
+
+@pytest.mark.parametrize(("folder", "files"), [
+    (".", {"compose.yaml", "docker/Dockerfile", "slurm/ddp.sbatch", *(f"k8s/{kind}.yaml" for kind in JOB_KINDS)}),
+    ("train/examples/repository",
+     {"compose.yaml", "Dockerfile", ".dockerignore", "train.sbatch", "k8s/train.yaml", "k8s/volume.yaml"}),
+])
+def test_own_launch_files_are_what_add_writes(monkeypatch: pytest.MonkeyPatch, folder: str, files: set[str]) -> None:
+    monkeypatch.chdir(ROOT / folder)
+    forget_environments(monkeypatch)
     again = dict(rendered_again(Path(), cli.COMMANDS["add"].parse))
-    assert Path("slurm/ddp.sbatch") in again
+    assert files <= {str(path) for path in again}
     for path, text in again.items():
         assert path.read_text() == text, path

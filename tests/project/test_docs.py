@@ -36,7 +36,8 @@ FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--nt
                  "--separator", "--prefix", "--timestamps", "--overlap", "--jobid", "--mca",
                  # of pip, uv and docker compose
                  "--requirement", "--constraint", "--editable", "--frozen", "--inexact", "--no-dev", "--no-deps",
-                 "--no-install-project", "--system-site-packages", "--quiet", "--build",
+                 "--no-install-project", "--system-site-packages", "--quiet", "--build", "--build-arg",
+                 "--project-directory", "--find-links", "--shell", "--platform",
                  # Of Slurm, its containers and apptainer
                  "--nodes", "--ntasks", "--cpus-per-task", "--kill-on-bad-exit", "--export", "--gpus-per-node",
                  "--no-kill", "--wait", "--signal", "--het-group", "--container-image", "--container-mounts",

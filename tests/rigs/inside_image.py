@@ -8,10 +8,11 @@ import os
 import shutil
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-PACKAGES = next(Path("/opt/venv/lib").glob("python3*/site-packages"))
+PACKAGES = Path(find_spec("torch").origin).parents[1]  # type: ignore[union-attr,arg-type]
 
 
 def recorded() -> set[str]:
@@ -36,7 +37,7 @@ def contents() -> dict[str, Any]:
             # The base image has Python's own wheel of pip; an empty file marks a place where the build mounted another
             if name.endswith((".whl", ".deb")) and not path.startswith("/usr/share/python-wheels/") and about.st_size:
                 stray.append(path)
-    stray += [tool for tool in ("gcc", "g++", "cc", "make", "pip", "git", "strip") if shutil.which(tool)]
+    stray += [tool for tool in ("gcc", "g++", "cc", "make", "git", "strip") if shutil.which(tool)]
     stray += [path for path in ("/run/secrets/ca", "/root/.cache/pip") if os.path.exists(path) and os.listdir(path)]
     stray += [path for path in ("/etc/pip.conf",) if os.path.exists(path) and os.path.getsize(path)]
     of_wheels = sum((PACKAGES / name).stat().st_size for name in wheels)

