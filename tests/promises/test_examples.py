@@ -26,12 +26,18 @@ STRUCK = ROOT / "tests" / "rigs" / "struck.py"
 # Number of ranks, and optimizer steps of each rank in a run. With three ranks DDP's buckets change the order of sums
 LOOPS = {"ddp": (3, 33), "imagenet": (3, 42), "gpt": (3, 40), "fsdp": (3, 33), "gan": (3, 90), "rl": (3, 40)}
 each = pytest.mark.parametrize("name", LOOPS)
+SCRIPTS = {name: EXAMPLES / f"{name}.py" for name in LOOPS} | {"ddp": EXAMPLES / "repository" / "train.py"}
 Once = Callable[[str, Callable[[], str]], str]
+
+
+def saved(folder: Path, name: str) -> Path:
+    """Return the file of weights that the script writes."""
+    return folder / "runs" / "ddp.pt" if name == "ddp" else folder / f"{name}.pt"
 
 
 def digest(folder: Path, name: str) -> str:
     """Return the digest of the weights that the script saved. A file of torch.save is a zip, so torch is not needed."""
-    with zipfile.ZipFile(folder / f"{name}.pt") as file:
+    with zipfile.ZipFile(saved(folder, name)) as file:
         parts = sorted(entry for entry in file.namelist() if "/data/" in entry)
         assert parts
         return hashlib.sha256(b"".join(file.read(part) for part in parts)).hexdigest()
@@ -39,7 +45,7 @@ def digest(folder: Path, name: str) -> str:
 
 def weights(folder: Path, name: str) -> torch.Tensor:
     """Return all saved weights as one flat tensor."""
-    leaves = tree_leaves(torch.load(folder / f"{name}.pt", weights_only=True))
+    leaves = tree_leaves(torch.load(saved(folder, name), weights_only=True))
     return torch.cat([each.double().flatten() for each in leaves if isinstance(each, torch.Tensor)])
 
 
@@ -61,7 +67,7 @@ def undisturbed(once: Once, forks: Forks, folder: Path, name: str, ranks: int) -
 
     def compute() -> str:
         (folder / "undisturbed").mkdir()
-        codes, output = by_hand(forks, folder / "undisturbed", EXAMPLES / f"{name}.py", ranks=ranks)
+        codes, output = by_hand(forks, folder / "undisturbed", SCRIPTS[name], ranks=ranks)
         assert codes == {0}, output
         return str(folder / "undisturbed")
 
@@ -70,7 +76,7 @@ def undisturbed(once: Once, forks: Forks, folder: Path, name: str, ranks: int) -
 
 def script_before(name: str) -> str:
     """Return the example without the lines of rankup: undo each part of its diff."""
-    text = (EXAMPLES / f"{name}.py").read_text()
+    text = SCRIPTS[name].read_text()
     for part in re.split(r"(?m)^@@.*\n", (EXAMPLES / f"{name}.diff").read_text())[1:]:
         lines = part.splitlines(keepends=True)
         before, after = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
@@ -82,7 +88,7 @@ def script_before(name: str) -> str:
 @each
 def test_examples_change_at_most_seven_lines(name: str) -> None:
     """Count changed and added lines, but neither blank lines nor lines that are only indented further."""
-    before, after = script_before(name).splitlines(), (EXAMPLES / f"{name}.py").read_text().splitlines()
+    before, after = script_before(name).splitlines(), SCRIPTS[name].read_text().splitlines()
     moved = difflib.ndiff([line.strip() for line in before], [line.strip() for line in after])
     changed = [line for line in moved if line.startswith("+ ") and line.strip() != "+"]
     assert 0 < len(changed) <= 7, changed
@@ -93,13 +99,14 @@ def test_examples_change_at_most_seven_lines(name: str) -> None:
 @each
 def test_examples_take_their_device_from_the_job(name: str) -> None:
     """No example reads a launcher's variables: as one process of `python` on a GPU machine it has none."""
-    script = (EXAMPLES / f"{name}.py").read_text()
+    script = SCRIPTS[name].read_text()
     assert "job.device" in script
     assert not re.search(r"os\.environ|getenv|torch\.cuda\.is_available", script)
 
 
 def test_example_without_rankup_trains_too(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "before.py").write_text(script_before("ddp"))
+    (tmp_path / "runs").mkdir()
     codes, output = by_hand(forks, tmp_path, tmp_path / "before.py", ranks=2)
     assert codes == {0}, output
     assert digest(tmp_path, "ddp")
@@ -113,13 +120,13 @@ def test_examples_have_the_same_weights_after_a_stop_and_a_killed_rank(
     ranks, calls = LOOPS[name]
     stop = {"rank": random.randrange(ranks), "call": random.randrange(2, calls // 2), "hold_s": 0.15}
     asked = strike(tmp_path, signal="SIGTERM", **stop)
-    codes, output = by_hand(forks, tmp_path, EXAMPLES / f"{name}.py", ranks=ranks, env=asked)
+    codes, output = by_hand(forks, tmp_path, SCRIPTS[name], ranks=ranks, env=asked)
     assert codes == {143}, f"{stop}\n{output}"
-    assert not (tmp_path / f"{name}.pt").exists()
+    assert not saved(tmp_path, name).exists()
 
     (tmp_path / "struck").unlink()
     blow = {"rank": random.randrange(ranks), "call": random.randrange(2, calls // 3), "delay_s": random.random() * 0.05}
-    line = ("launch", f"--nproc={ranks}", STRUCK, EXAMPLES / f"{name}.py")
+    line = ("launch", f"--nproc={ranks}", STRUCK, SCRIPTS[name])
     [code], output = forks.run(*line, cwds=[tmp_path], env=strike(tmp_path, signal="SIGKILL", **blow))
     assert code == 0, f"{stop} {blow}\n{output}"
     assert (tmp_path / "struck").exists()
@@ -132,7 +139,7 @@ def test_examples_resume_with_three_ranks_after_two_were_stopped(
     name: str, once: Once, forks: Forks, tmp_path: Path
 ) -> None:
     """The weights are only close to an undisturbed run's: each rank's batch size stays, so the global batch grows."""
-    script, calls = EXAMPLES / f"{name}.py", LOOPS[name][1]
+    script, calls = SCRIPTS[name], LOOPS[name][1]
     stop = strike(tmp_path, signal="SIGTERM", rank=0, call=calls // 3, hold_s=0.15)
     codes, output = by_hand(forks, tmp_path, script, ranks=2, env=stop)
     assert codes == {143}, output

@@ -47,7 +47,7 @@ def main() -> None:
             print(f"finished epoch {epoch}")
 
     if dist.get_rank() == 0:
-        torch.save(model.module.state_dict(), "ddp.pt")
+        torch.save(model.module.state_dict(), "runs/ddp.pt")
 
 
 if __name__ == "__main__":
