@@ -251,24 +251,32 @@ def doctor(given: argparse.Namespace) -> int:
 
 
 @command(
-    "RUN FILE [OPTIONS]", ("mine mine.pt", "runs/mine/checkpoints/step-00000400 weights.pt --item model"),
+    "RUN FILE [OPTIONS]",
+    ("runs/mine/checkpoints/step-00000400 weights.pt --item model", "mine weights/ --format huggingface"),
     option("run", "RUN", "a run's name or folder, the folder of one checkpoint, or an address"),
-    option("file", "FILE", "where to write"),
+    option("file", "FILE", "where to write: a file, or with another --format a folder"),
     option("--item", "NAME", "only the state of one tracked object, such as model"),
-    option("--checkpoint", "NAME", "the one that job.keep has given this name, not the newest"), RUN_DIR,
+    option("--checkpoint", "NAME", "the one that job.keep has given this name, not the newest"),
+    option("--format", "FORMAT", "torch: one file; huggingface: safetensors; dcp: torch.distributed.checkpoint",
+           choices=["torch", "huggingface", "dcp"], default="torch", dest="form"), RUN_DIR,
 )
 def export(given: argparse.Namespace) -> None:
     """Write a checkpoint as one file for torch.load. The file contains a dict from the name of each tracked object to
-    its state, or with --item the state of one object. The checkpoint may be plain or sharded, of any run."""
+    its state, or with --item the state of one object. The checkpoint may be plain or sharded, of any run. With --format
+    huggingface, write the tensors of one object (by default, model) as safetensors in files of at most 5 GB with an
+    index, and with dcp all objects as torch.distributed.checkpoint does."""
     from rankup.job import open_checkpoint
+    from rankup.state.formats import export_folder
     from rankup.state.reading import export
 
     if is_url(given.file):
         raise UserError(f"FILE must be a path on this machine, got {given.file}.")
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
     run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
-    copy = open_checkpoint(named, run_dir=run_dir, name=given.checkpoint)
-    print_whole(f"{export(copy, Path(given.file), item=given.item)}\n")
+    copy, file = open_checkpoint(named, run_dir=run_dir, name=given.checkpoint), Path(given.file)
+    said = export(copy, file, item=given.item) if given.form == "torch" else export_folder(
+        copy, file, form=given.form, item=given.item)
+    print_whole(f"{said}\n")
 
 
 # The command line -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from rankup.group.group import Group
 from rankup.loop.reporting import check_record
 from rankup.loop.tracked import WRAPPERS
 from rankup.state.copies import MANIFEST, no_check
+from rankup.state.formats import DCP_METADATA, INDEX, read_dcp
 from rankup.state.reading import load_newest, read
 from rankup.state.second_place import fetched
 
@@ -65,15 +66,17 @@ def load_into(
 
 
 def _read(path: Path, place: str, item: str, where: str) -> Any:
-    """Read a checkpoint, a model folder of Hugging Face, or a file of weights. Raises UserError."""
+    """Read a checkpoint, a folder of Hugging Face or torch.distributed.checkpoint, or a file of weights. Raises
+    UserError."""
     from safetensors.torch import load_file
 
     # Hugging Face's names. Our checkpoints also have a manifest. `is_file`: reading a pipe or a device may never end
     parts = {part.name for part in path.glob("*.safetensors") if part.is_file()}
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
+    dcp = (path / DCP_METADATA).is_file()
     if not parts and (older := path / "pytorch_model.bin").is_file():  # the format before safetensors
         path = older
-    if path.is_dir() and ((path / MANIFEST).exists() or not (parts or index.is_file())):
+    if path.is_dir() and ((path / MANIFEST).exists() or not (parts or dcp or index.is_file())):
         check = partial(check_record, more=no_check)
         runs = path / "checkpoints"
         copy = load_newest(runs, logging.getLogger("rankup").warning, check) if runs.is_dir() else read(path, check)
@@ -81,6 +84,8 @@ def _read(path: Path, place: str, item: str, where: str) -> Any:
             raise UserError(f"{where}: {place} must hold a checkpoint with {item}, got none. Name what job.track got.")
         return tracked[item]
     try:
+        if dcp and not parts:
+            return read_dcp(path, (item, *INSIDE))
         if path.is_dir():
             named = {"model.safetensors"}
             if index.is_file():
@@ -95,5 +100,7 @@ def _read(path: Path, place: str, item: str, where: str) -> Any:
         raise UserError(f"{where} must name an existing file or checkpoint directory, got {place}.") from None
     except Exception as error:  # torch.load raises several unrelated types for a damaged file
         rule = "safetensors, or weights that load with weights_only"
+        if dcp:
+            rule = "files of torch.distributed.checkpoint"
         text = (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")
         raise UserError(f"{where}: {place} must hold {rule}, got: {text}") from None
