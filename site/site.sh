@@ -10,8 +10,8 @@ export NO_MKDOCS_2_WARNING=1
 # Copy pages, pictures, and the files that pages link to. Each keeps its folder, so a link works as it does in the repository
 rm -rf build/pages
 mkdir -p build/pages
-git -c safe.directory='*' ls-files -z -co --exclude-standard -- '*.md' '*.svg' '*.png' '*.css' '*.toml' '*.diff' '*.sbatch' '*.ipynb' \
-  'train/examples/*.py' LICENSE ':!.github' | xargs -0 cp --parents --target-directory build/pages
+git -c safe.directory='*' ls-files -z -co --exclude-standard -- '*.md' '*.svg' '*.png' '*.css' '*.toml' '*.diff' '*.sbatch' \
+  'train/examples/**' LICENSE ':!.github' | xargs -0 cp --parents --target-directory build/pages
 "$bin/jupyter-nbconvert" --log-level ERROR --to markdown --output-dir build/pages/train/examples train/examples/*.ipynb
 
 case ${1:-build} in
