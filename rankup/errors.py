@@ -29,6 +29,10 @@ class ExpectedError(Exception):
         super().__init__(text)
         self.printed_elsewhere = printed_elsewhere
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows below a cell that raises this error."""
+        return [str(self)]
+
 
 class UserError(ExpectedError, ValueError):
     """A mistake of the user, which is printed as one line without a traceback. Exit code 2."""

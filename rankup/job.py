@@ -6,6 +6,7 @@ joins the ranks with `rankup.Program`, and then calls `open_job`. See `loop.md`.
 """
 
 import atexit
+import builtins
 import contextlib
 import logging
 import os
@@ -17,10 +18,12 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
+
+import torch.distributed as dist
 
 from rankup.env.rank_env import array_task
-from rankup.errors import Finished, UserError, need
+from rankup.errors import ExpectedError, Finished, Stopped, UserError, need
 from rankup.group.group import Group
 from rankup.loop.changes import as_yaml, differing, settings_of
 from rankup.loop.job import Job
@@ -90,9 +93,9 @@ def init(
     seed = seed if seed is not None else task or 0
     may_change = sorted({*may_change})
     given = {name: value for name, value in locals().items() if name not in ("run", "device", "task", "settings")}
-    named, program = os.fspath(run), Program()
-    handler = ExitHandler(program)
-    program.stop.install()
+    named, program, interactive = os.fspath(run), Program(), is_interactive()
+    handler = ExitHandler(program, interactive=interactive)
+    program.stop.install(interrupts=interactive)
     program.read_rank()
     settings = settings_of(settings or {})
     check_options(given)
@@ -111,6 +114,8 @@ def init(
     options = {name: value for name, value in given.items() if name != "join_timeout_s"}
     # `job.finish` writes the result. A restart of the same launch repeats the code after the loop, which was cut off
     options["finished"] = lambda newest, result: result.get("step") == newest.step and not group.restarted
+    if interactive:
+        options["step_timeout_s"] = 0.0
     chosen = Settings(**{**options, "store": store or address}, check=check, shown=settings)
     program.start(run, guarded=False, stacks=True)
     if task is not None:
@@ -134,8 +139,14 @@ def init(
     seed_everything(derive_seed(seed), group.device)
     if hashes_are_random() and (group.world_size > 1 or job.run.newest is not None):
         group.log.info(HASHES)
-    group.watch.enter("setup", setup_timeout_s)
+    group.watch.enter("setup", 0.0 if interactive else setup_timeout_s)
     return job
+
+
+def is_interactive() -> bool:
+    """Return whether a person types the program, in a notebook or at Python's prompt. Then errors and Ctrl-C end the
+    run and not the process, and there are no deadlines between two inputs."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def hashes_are_random() -> bool:
@@ -227,14 +238,30 @@ def open_checkpoint(
 
 class ExitHandler:
     """The hooks that run when this process ends. They pass the error that ends it to the context managers on `stack`.
-    If the script ends without an error after the loop of `job`, but has not called `job.finish`, they call it."""
+    If the script ends without an error after the loop of `job`, but has not called `job.finish`, they call it.
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.stack = program, contextlib.ExitStack()
+    If the process is `interactive`, an error ends the run, and the process goes on: another `init` may follow.
+    """
+
+    open: "ExitHandler | None" = None  # of the job that has not ended
+
+    def __init__(self, program: Program, *, interactive: bool) -> None:
+        if (other := ExitHandler.open) is not None and other._pid == os.getpid():
+            if not interactive:
+                raise UserError(
+                    "rankup.init: the earlier job of this process must have ended, got one that is open. Call "
+                    "job.finish(), or use `with rankup.init(...) as job:`."
+                )
+            program.log.warning(str(other.leave(KeyboardInterrupt())))  # a notebook's cell runs again
+        ExitHandler.open = self
+        self.program, self.stack, self.interactive = program, contextlib.ExitStack(), interactive
         self.job: Job | None = None
-        self._pid, self._usual = os.getpid(), sys.excepthook  # forked processes have another pid; 0: already ended
+        self._pid: int = os.getpid()  # forked processes have another one; 0: already ended
+        self._usual = sys.excepthook
         self.take_errors()
         atexit.register(self._at_exit)
+        if interactive and (shell := getattr(builtins, "get_ipython", None)) is not None:
+            shell().events.register("post_run_cell", self._after_cell)  # IPython does not call the hook for errors
 
     def take_errors(self) -> None:
         """Install the hook for errors. Call it again after torch has wrapped it, because torch buffers its output."""
@@ -243,18 +270,30 @@ class ExitHandler:
     def close(self) -> None:
         """Leave the group after success."""
         self.stack.close()
+        if self.job is not None:
+            self.job.tracked.end_checks()
         self._pid, self.job = 0, None  # Python keeps the hooks, which would keep the job and every tracked object
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid:
-            self._leave(error)
-        self._usual(kind, error, trace)
+            error = self.leave(error)
+        if self.interactive and isinstance(error, ExpectedError):
+            self.program.log.warning(str(error))
+        else:
+            self._usual(type(error), error, error.__traceback__)
+
+    def _after_cell(self, result: Any) -> None:
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None and os.getpid() == self._pid and (end := self.leave(error)) is not error:
+            self.program.log.warning(str(end))
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
         try:
             if self.job is None or not self.job.loop_is_over:
+                if self.interactive:
+                    raise KeyboardInterrupt
                 said = getattr(sys, "last_value", None)  # `sys.exit("text")` of a forked rank, or a notebook's error
                 if isinstance(said, SystemExit) and isinstance(said.code, int):
                     raise said  # its code is that of this process
@@ -262,16 +301,26 @@ class ExitHandler:
                 raise RuntimeError(f"the script ended without job.finish(){text}")
             self.job.finish()
         except BaseException as error:
-            self._leave(error)
+            self.leave(error)
 
-    def _leave(self, error: BaseException) -> NoReturn:
-        """End this process after `error`, with os._exit, because torch's own teardown may wait for a dead rank."""
-        self._pid = 0
+    def leave(self, error: BaseException) -> BaseException:
+        """End the run after `error`, and this process too unless it is interactive. Return the error that ended the
+        run: a KeyboardInterrupt is a request to stop, and another rank may have caused `error`."""
+        self._pid, job, self.job = 0, self.job, None
         try:
+            if isinstance(error, KeyboardInterrupt) and self.interactive:
+                self.program.stop.ask("SIGINT")
+                error = Stopped(job.saving.save_for_stop() if job is not None else "SIGINT: stopped before the start")
             if isinstance(error, Finished):
                 self.stack.close()
             else:
                 self.stack.__exit__(type(error), error, error.__traceback__)
         except BaseException as failure:  # the group raises the cause, if that is another rank
             error = failure
-        self.program.exit(self.program.end(error))
+        if not self.interactive:
+            self.program.exit(self.program.end(error))  # by os._exit: torch's own teardown may wait for a dead rank
+        if job is not None:
+            job.tracked.end_checks()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return error

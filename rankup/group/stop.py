@@ -65,14 +65,15 @@ class StopRequest:
     def installed(self) -> bool:
         return hasattr(self, "_reader")
 
-    def install(self) -> None:
-        """Take over the signals. Call this once per process, in the main thread."""
+    def install(self, *, interrupts: bool = False) -> None:
+        """Take over the signals. Call this in the main thread. `interrupts`: SIGINT still raises KeyboardInterrupt."""
+        self._taken = tuple(each for each in TAKEN if not (interrupts and each == signal.SIGINT))
         # The attribute keeps the writing end open. If Python closed it, the signals would be lost
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Without a handler, a signal would end the process and never reach the socket
-        for each in TAKEN:
+        for each in self._taken:
             if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(each, self._pass_on)
         os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._begin_fork)
@@ -141,7 +142,7 @@ class StopRequest:
                 # Another thread writes the stacks, because a disk that hangs must not stop this thread
                 record = self.watch.record if self.watch is not None else None
                 threading.Thread(target=dump, args=("asked", record), name="stacks", daemon=True).start()
-            elif number in STOP_SIGNALS:  # SIGCHLD and other signals use the same socket
+            elif number in STOP_SIGNALS and number in self._taken:  # SIGCHLD and other signals use the same socket
                 name = signal.Signals(number).name
                 self._take("SIGTERM" if name == "SIGHUP" else name, time.monotonic())  # SIGHUP: the terminal closed
         return True
@@ -176,7 +177,7 @@ _lock = threading.Lock()
 
 
 def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
-    """From now on, write this rank's stacks on request. Call this once per process, in the main thread. If the file
+    """From now on, write this rank's stacks on request. Call this in the main thread. If the file
     can't be written, the rank trains without stacks."""
     global _file
     # Requests go to the thread of `StopRequest`: the main thread takes no signals while it waits for a dead disk
@@ -186,8 +187,10 @@ def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
             run_dir, rank, world_size, os.getpid(), thread=thread, main=f"{threading.main_thread().ident:#x}",
             signals=[signal.SIGUSR2, signal.SIGRTMAX],
         )
-        _file = path.open("a", encoding="utf-8")
+        before, _file = _file, path.open("a", encoding="utf-8")
         faulthandler.register(signal.SIGRTMAX, _file, all_threads=True)
+        if before is not None:  # of an earlier job of this process
+            before.close()
 
 
 def dump(why: str, record: Record | None) -> Path | None:

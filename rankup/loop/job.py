@@ -58,6 +58,17 @@ class Job:
         self._begun = False
         self._step = Step(self)
 
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """End the run: `finish` it, or in a notebook end it because of `error`. A script's error ends the process."""
+        handler = self._exit_handler
+        if error is None and handler.job is self:
+            self.finish()
+        elif handler.interactive and handler.job is self and (end := handler.leave(error)) is not error:
+            self.group.log.warning(str(end))
+
     @property
     def epoch(self) -> int:
         """The epoch that `job.epochs` is in, from 0; always 0 without `job.epochs`."""

@@ -302,7 +302,7 @@ class Saving:
         total = self.reporting.progress.total
         if not self.tracked.items:
             return f"{why}: stopped at step {step}, nothing is tracked, so nothing was saved."
-        where = f"saved at step {step}" if step else "at step 0, nothing to save,"
+        where = f"saved at step {step}" if step else "nothing to save at step 0"
         again = f"The same command{' without fresh' if self.settings.fresh else ''} goes on from it."
         return f"{why}: {where}{'' if total is None else f' of {total}'}. {again}"
 

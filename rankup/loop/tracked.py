@@ -204,6 +204,10 @@ class Tracked:
                 "would lose. Move the change into the block or, after the last batch of an epoch, into job.change."
             )
 
+    def end_checks(self) -> None:
+        """Look at nothing from now on: the job has ended, and a notebook may train without it."""
+        self._checks = 0
+
     @property
     def in_first_steps(self) -> bool:
         return self._checks > 0

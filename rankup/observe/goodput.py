@@ -127,9 +127,13 @@ class Reporter:
     """A thread of rank 0 that writes reports during training. It reads numbers that the loop keeps anyway, and calls no
     collective, so it can neither delay a step nor make it fail."""
 
+    used = False  # whether this process has made a reporter before, as a notebook's does
+
     def __init__(self, group: "Group", run: str, progress: TrainingProgress) -> None:
         self.group, self.run, self.progress = group, run, progress
-        self._began = began(os.getpid())
+        # The first job of this process began with it: starting Python and importing torch count too
+        self._began = time.time() if Reporter.used else began(os.getpid())
+        Reporter.used = True
         self._finished = False
         self._last: Report | None = None
         self._ended = threading.Event()

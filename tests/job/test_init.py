@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.job.test_loop import ran
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ended, start
 from tests.rigs.object_store import BUCKET, S3
@@ -115,3 +116,20 @@ def test_launch_refuses_an_address_where_only_a_folder_fits(forks: Forks, tmp_pa
     assert "--work-dir must be a folder of this machine, got s3://b/x." in output
     output = forks.ends("export", "mine", "s3://b/x.pt", cwds=[tmp_path], code=2)
     assert "FILE must be a path on this machine, got s3://b/x.pt." in output
+
+
+def test_with_finishes_a_script_and_a_second_open_job_is_refused(forks: Forks, tmp_path: Path) -> None:
+    text = (
+        "import os, signal, sys, rankup\nwith rankup.init(os.environ['RUN']) as job:\n    count = {'n': 0}\n"
+        "    job.track(count=count)\n    for step in job.steps(10**6 if job.run_dir.name == 'stops' else 3):\n"
+        "        with job.step():\n"
+        "            count['n'] += 1\n        if step == 1:\n            eval(os.environ.get('DO', 'None'))\n"
+        "print('after', flush=True)\n"
+    )
+    output = ran(forks, tmp_path, text, ranks=2, code=2, RUN="one", DO="rankup.init('other')")
+    assert "rankup.init: the earlier job of this process must have ended, got one that is open" in output
+    output = ran(forks, tmp_path, text, ranks=2, code=143, RUN="stops", DO="os.kill(os.getpid(), signal.SIGTERM)")
+    assert "after" not in output
+    output = ran(forks, tmp_path, text, ranks=2, RUN="whole")
+    assert "finished after 3 steps" in output
+    assert output.count("after\n") == 2

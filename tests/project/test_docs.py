@@ -51,6 +51,11 @@ FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
     "set_epoch",
     "channels_last",
+    # Of Accelerate, Lightning and the Trainer
+    "accumulate_grad_batches", "gradient_accumulation_steps", "save_state", "load_state", "skip_first_batches",
+    "ckpt_path", "save_steps", "resume_from_checkpoint", "gather_for_metrics", "compute_metrics",
+    "load_best_model_at_end", "set_trigger", "check_trigger", "save_hyperparameters", "report_to", "is_main_process",
+    "rank_zero_only", "is_world_process_zero",
 }
 # Messages of torch
 TORCH_SAYS = re.compile(
