@@ -271,7 +271,8 @@ def test_docs_readmes_agree_in_both_languages() -> None:
     assert "](README.zh.md)" in "".join(english.splitlines()[:5])
     assert "](README.md)" in "".join(chinese.splitlines()[:5])
     assert headings(chinese) == headings(english)
-    assert sorted(code(chinese)) == sorted(code(english))
+    without_remarks = [sorted(re.sub(r"\s+#.*", "", line) for line in code(text)) for text in (chinese, english)]
+    assert without_remarks[0] == without_remarks[1]
     assert links(chinese) == links(english)
     assert rows(chinese) == rows(english)
     assert set(numbers(english)) <= set(numbers(chinese))  # not the reverse: a month has a number in Chinese
@@ -286,10 +287,6 @@ def test_docs_readmes_agree_in_both_languages() -> None:
 
 def test_readme_begins_with_a_command() -> None:
     assert read("README.md").splitlines().index("```sh") + 1 < 20
-    assert len(read("README.md").splitlines()) < 180
-    assert len(read("Makefile").splitlines()) < 80
-    assert len(read("CONTRIBUTING.md").splitlines()) < 60
-    assert len(read("AGENTS.md").splitlines()) < 60
 
 
 def test_docs_top_level_is_fixed() -> None:
