@@ -33,8 +33,8 @@ from rankup.places.files import read_json, runs_folder
 from rankup.places.lease import KEPT
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.copies import Check, no_check
-from rankup.state.reading import Copy, load_newest, read, share
+from rankup.state.copies import Check, list_copies, no_check
+from rankup.state.reading import Copy, load, newest_whole, read
 from rankup.state.run import open_run
 from rankup.state.second_place import fetched, kept_step
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
@@ -215,25 +215,39 @@ def open_checkpoint(
     which may be a URL too, or that which `job.keep` has called `name`.
 
     `tracked` of the result maps each name given to `job.track` to that object's state, whole and on the CPU. With
-    `group`, all ranks call this: rank 0 reads the checkpoint and sends it to the others. `check(path, record)` raises
-    UserError for a checkpoint that the caller can't use. Raises UserError if there is no checkpoint or it is damaged,
-    and PeerLost if an object store does not answer within `timeout_s` seconds.
+    `group`, all ranks call this for the checkpoint that rank 0 finds. `check(path, record)` raises UserError for a
+    checkpoint that the caller can't use. Raises UserError if there is no checkpoint or it is damaged, and PeerLost if
+    an object store does not answer within `timeout_s` seconds.
     """
-    def find() -> Copy:
-        own = partial(check_record, more=check)
-        if is_url(named := str(place or run_dir)):
-            with fetched(named, timeout_s=timeout_s, name=name) as path:
-                return replace(read(path, own).as_plain(), path=Path(path.name))  # the folder is gone afterwards
-        at = place
-        if name and not place:
-            step = kept_step(read_json(Path(run_dir, KEPT)), name, str(run_dir))
-            at = Path(run_dir, "checkpoints", f"step-{step:08d}")
-        found = read(Path(at), own) if at else load_newest(Path(run_dir, "checkpoints"), log.warning, own)
-        if found is None:
-            raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
-        return found.as_plain()
+    own = partial(check_record, more=check)
 
-    return share(find, group) if group is not None else find()
+    def find() -> list[str]:
+        """Return the folders to try. An address is downloaded for as long as `stack` is open."""
+        if is_url(named := str(place or run_dir)):
+            return [str(stack.enter_context(fetched(named, timeout_s=timeout_s, name=name)))]
+        if place:
+            return [str(place)]
+        if name:
+            step = kept_step(read_json(Path(run_dir, KEPT)), name, str(run_dir))
+            return [str(Path(run_dir, "checkpoints", f"step-{step:08d}"))]
+        found = [str(path) for path in reversed(list_copies(Path(run_dir, "checkpoints")))]
+        if not found:
+            raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
+        return found
+
+    def read_it(path: Path) -> Copy:
+        return load(group, lambda: path, check=own) if group is not None else read(path, own)
+
+    with contextlib.ExitStack() as stack:
+        paths = [*map(Path, group.on_rank0(find) if group is not None else find())]
+        if place or name or is_url(str(run_dir)):
+            copy = read_it(paths[0])
+            return replace(copy, path=Path(copy.path.name)) if is_url(str(place or run_dir)) else copy
+        each = ((f"checkpoint {path.name}", partial(read_it, path)) for path in paths)
+        warn = log.warning if group is None or group.is_rank0 else None
+        newest = newest_whole(Path(run_dir, "checkpoints"), each, warn)
+        assert newest is not None  # otherwise all are damaged, which raises
+        return newest
 
 
 class ExitHandler:

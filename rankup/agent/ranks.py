@@ -325,7 +325,9 @@ class Ranks:
                 await self.end()
                 return
             if not said:
-                log.info("rank %d still writes its state: no rank is killed while it makes progress", busy[0])
+                size_mb = (now[busy[0]] - before[busy[0]]) / 1e6
+                log.info("rank %d still writes its state, %.0f MB in %g s: no rank is killed while it makes progress",
+                         busy[0], size_mb, patience_s)
             said, before, patience_s, event = True, now, timing.LEAVE_S, "the last progress"
 
     def _written(self) -> dict[int, int]:

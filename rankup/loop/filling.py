@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from rankup.state.tree import MAPPINGS, encode, place_of
 
@@ -152,7 +153,7 @@ class Filling:
             raise ValueError(f"{path[:-1]} is {described(value)} there, {described(live)} here")
         else:
             device = live.device if is_tensor else device if torch.cuda.is_available() else "cpu"
-            made = value.detach().to(device).requires_grad_("trained" in kind)
+            made = value.detach().to(device, copy=True).requires_grad_("trained" in kind)
             live = nn.Parameter(made, made.requires_grad) if "parameter" in kind else made
             self._note(live, value)
         return live
@@ -192,6 +193,26 @@ def load_optimizer(optimizer: Optimizer, values: dict[str, Any]) -> None:
             same = kind in live and shown.get(key, {}).get(kind) is live[kind]
             if same and not (kind == "step" and id(parameter) in fused):  # fused kernels need their own type
                 live[kind] = _exact(value, live[kind], parameter.device)
+    files = {place_of(each)[0] for each in tree_leaves(values) if isinstance(each, torch.Tensor)}
+    for held in [*optimizer.param_groups, *(each for each in optimizer.state.values() if isinstance(each, dict))]:
+        for kind, live in [*held.items()]:
+            if kind != "params" and any(_is_file(each, files) for each in tree_leaves(live)):
+                held[kind] = mapped(live, lambda tensor: tensor.clone() if _is_file(tensor, files) else tensor)
+
+
+def _is_file(value: Any, files: set[Any]) -> bool:
+    """Return whether a tensor is in the memory of a copy's file, all of which it would keep. `files`: the storages of
+    the copy's tensors; a tensor that has one of them for itself may keep it."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    local: Any = value.to_local() if hasattr(value, "to_local") else value
+    return place_of(local)[0] in files and local.untyped_storage().nbytes() > local.nbytes
+
+
+def cloned(value: Any) -> Any:
+    """Return `value` with tensors of its own. Names that share a tensor share one afterwards."""
+    made: dict[Any, torch.Tensor] = {}
+    return mapped(value, lambda tensor: made.setdefault(place_of(tensor), tensor.clone()))
 
 
 def _exact(value: Any, live: Any, device: torch.device) -> Any:

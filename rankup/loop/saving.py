@@ -16,14 +16,14 @@ from rankup.errors import UserError, reason
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement, digests_by_place
 from rankup.loop.changes import Options, differing
-from rankup.loop.filling import KINDS, Filling, gathered
+from rankup.loop.filling import KINDS, Filling, cloned, gathered
 from rankup.loop.reporting import FORMAT, VERSIONS, Reporting, Settings
 from rankup.loop.tracked import Tracked
 from rankup.observe.metrics import Position
 from rankup.state import copies, memory, tree
 from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of, to_json
-from rankup.state.reading import Copy, CopyFiles
+from rankup.state.reading import Copy
 from rankup.state.run import Run
 from rankup.timing import DECIDE_S
 
@@ -117,26 +117,26 @@ class Saving:
         # [step, ranks] for each change of the number of ranks, if nodes may come and go. A replay of the run needs it
         self.ranks: list[list[int]] = []
         if run.newest is not None:
-            self.ranks, items = run.newest.record.get("world_sizes", []), run.newest.tracked
-            if run.newest.sharded:
-                items = CopyFiles(run.newest.path).read_all(LOADERS)
-            self.loader_states = items.get(LOADERS, {}).get(self._place, [])
+            self.ranks = run.newest.record.get("world_sizes", [])
+            states = run.newest.files.read_all(LOADERS).get(LOADERS, {})
+            self.loader_states = cloned(states.get(self._place, []))  # they outlive the memory of the copy
 
     # Restoring ------------------------------------------------------------------------------------------------
 
     def restore(self, newest: Copy, names: list[str], *, may_miss: bool = False) -> None:
         """Restore the tracked items called `names`. All ranks call this. Raises UserError if an item does not fit, or
         is not in the copy, unless it `may_miss`."""
-        if newest.sharded and self.run.kind != PARTS and not (self.tracked.split and self.run.saver.sharded):
-            newest = newest.as_plain()
         firsts = newest.record.get("options", {})
         found = [Options(each, self.tracked.items[each], firsts[each]) for each in names if each in firsts]
-        state = self._read_shards(newest) if newest.sharded else newest.tracked
+        if newest.sharded and (self.run.kind == PARTS or (self.tracked.split and self.run.saver.sharded)):
+            state = self._read_shards(newest)
+        else:
+            state = newest.files.read_all(*names, KINDS, FROZEN)
         missing = sorted({*names} - state.keys())
         if missing and not may_miss:
             raise UserError(
-                f"track: {', '.join(missing)} must be in {newest.path}, got {', '.join(sorted(state))} there. "
-                f'If it is new, give track missing="keep". {WAY_OUT}'
+                f"track: {', '.join(missing)} must be in {newest.path}, got {', '.join(sorted(newest.files.items))} "
+                f'there. If it is new, give track missing="keep". {WAY_OUT}'
             )
         if missing:
             names = [name for name in names if name in state]
@@ -194,7 +194,7 @@ class Saving:
         self._frozen = self.frozen()
         if newest is None:
             return
-        if (left := {*newest.tracked} - {*self.tracked.items, LOADERS, KINDS, FROZEN}) and self.tracked.items:
+        if (left := {*newest.files.items} - {*self.tracked.items, LOADERS, KINDS, FROZEN}) and self.tracked.items:
             raise UserError(
                 f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. {WAY_OUT}"
             )
@@ -220,9 +220,8 @@ class Saving:
         state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
-            files = CopyFiles(newest.path)
-            own = {name: each for name, each in self.tracked.state().items() if name in files.items}
-            state = files.read_into(own) | files.read_all(KINDS)
+            own = {name: each for name, each in self.tracked.state().items() if name in newest.files.items}
+            state = newest.files.read_into(own) | newest.files.read_all(KINDS, FROZEN)
         except Exception as error:  # raise later: the other ranks still read their parts, and then wait for this rank
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):
@@ -332,8 +331,12 @@ class Saving:
                 memory.write_rescue(self.run.lineage.run, position.step, self.run.mark, make)
                 return
         except Exception as error:
-            why = f"no rescue, so the next attempt goes on from the newest checkpoint: {reason(error)}"
-            self.group.log.warning(why)
+            # Saves wait for each other, so a save that is under way is the newest
+            kept = max(self.run.saved_step, self.run.saver.step or 0)
+            group.log.warning(
+                f"no rescue of step {self.position.step}, so the run goes on from "
+                f"{f'the checkpoint of step {kept}' if kept > 0 else 'its beginning'}: {reason(error)}"
+            )
         self.run.parts.wait()
         self.run.saver.wait()
 

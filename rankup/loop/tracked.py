@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from rankup.errors import UserError
 from rankup.loop.changes import options_of
-from rankup.loop.filling import KINDS, Filling, gathered, kinds_of, laid_out, load_optimizer, mapped
+from rankup.loop.filling import KINDS, Filling, cloned, gathered, kinds_of, laid_out, load_optimizer, mapped
 from rankup.state.tree import ITEM, TensorFile, encode, place_of
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own value: buffers up to this total size are sent as one
@@ -329,7 +329,7 @@ class Tracked:
         elif isinstance(item, FILLED_IN_PLACE):
             filling.fill_item(item, values, kinds)
         else:
-            item.load_state_dict(values)
+            item.load_state_dict(cloned(values))  # it may keep them, and with them the memory of the whole copy
 
     def make_room(self) -> None:
         """Make optimizers that have made no step create their state, so that a split copy can be read into it. This may

@@ -80,7 +80,7 @@ def _read(path: Path, place: str, item: str, where: str) -> Any:
         check = partial(check_record, more=no_check)
         runs = path / "checkpoints"
         copy = load_newest(runs, logging.getLogger("rankup").warning, check) if runs.is_dir() else read(path, check)
-        if copy is None or item not in (tracked := copy.as_plain().tracked):
+        if copy is None or item not in (tracked := copy.tracked):
             raise UserError(f"{where}: {place} must hold a checkpoint with {item}, got none. Name what job.track got.")
         return tracked[item]
     try:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from rankup.agent.processes import memory_available
 from rankup.errors import UserError
 from rankup.places.files import read_json, remove_unfinished
 from rankup.places.lease import kernel_id
@@ -37,6 +38,11 @@ def homes() -> list[Path]:
     return [place / f"rankup-{os.getuid()}" for place in places if place.is_dir()]
 
 
+def is_held(path: Path) -> bool:
+    """Return whether a file is in a folder of this user's runs in memory, where no other process changes it."""
+    return any(home in path.parents for home in homes())
+
+
 def node_id() -> str:
     """Return an id that is equal for two ranks if they see the same memory."""
     place = homes()[0].parent.stat()  # containers on one machine may see different memory
@@ -45,14 +51,18 @@ def node_id() -> str:
 
 def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = math.inf) -> T:
     """Call `write` with the first of the `homes` that it can write to, and return its result. The home's file system
-    and the `free` bytes of memory must have room for `needed` bytes. Raises UserError if no home will do."""
+    must have room for `needed` bytes, the `free` bytes too, and the memory if the home is in it. Raises UserError if no
+    home will do."""
     problems = []
     for home in homes():
         try:
             home.mkdir(mode=0o700, exist_ok=True)  # private, because a rescue holds the weights
             if not _is_ours(home):
                 raise PermissionError(f"{home} belongs to another user or is open to others")
-            if (left := min(free, shutil.disk_usage(home.parent).free)) < needed:
+            left = min(free, shutil.disk_usage(home.parent).free)
+            if needed and home.parent == SHARED_MEMORY:  # its size is a limit, and says nothing about the memory
+                left = min(left, memory_available())
+            if left < needed:
                 raise OSError(f"{home.parent} has {left / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
             return write(home)
         except (OSError, UserError) as error:

@@ -23,13 +23,14 @@ import torch.distributed as dist
 from rankup.agent.processes import memory_available
 from rankup.errors import UserError, reason
 from rankup.group.group import MESSAGES, Group
-from rankup.places.files import discard, read_json, remove_unfinished
+from rankup.places.files import discard, remove_unfinished
 from rankup.state import copies
 from rankup.state.choice import Candidate
-from rankup.state.copies import MANIFEST, STATE, Content, Damaged, find_problem, list_copies, step_of, to_json
+from rankup.state.copies import MANIFEST, STATE, Content, Damaged, list_copies, part_of, step_of, to_json
 from rankup.state.memory import in_memory, node_id, remove, remove_abandoned
-from rankup.state.reading import Copy
+from rankup.state.reading import Copy, CopyFiles
 from rankup.state.saver import BackgroundTask, HostCopies
+from rankup.state.shipping import Memory, Shipment, ship
 from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, mesh_position, to_file
 from rankup.timing import HURRY_S, SHARE
 
@@ -193,53 +194,66 @@ def _folder_of(run: str, rank: int) -> str:
 # Resuming -------------------------------------------------------------------------------------------------------
 
 
-def load(parts: Sequence[Candidate], group: Group) -> Copy:
+def load_parts(parts: Sequence[Candidate], group: Group) -> Copy:
     """Return this rank's part among the `parts` of a step, as a copy. All ranks call this. A damaged part is removed
     and replaced by the same part from another node. Raises Damaged on all ranks if a rank has no whole part left."""
-    nodes, left, why = group.gather(node_id()), [*parts], ""
+    nodes, why = group.gather(node_id()), ""
+    able: dict[int, list[Candidate]] = {rank: [] for rank in range(group.world_size)}
+    for one in parts:
+        for rank in {*one.ranks} & able.keys():  # nobody has verified what a part says of itself
+            able[rank].append(one)
     while True:
-        path, problem, chosen = Path(), "", list[Candidate]()
-        for rank, node in enumerate(nodes):
-            able = [one for one in left if rank in one.ranks]
-            if not able:
-                raise Damaged(parts[0].where, why)
-            chosen.append(min(able, key=lambda one: one.node != node))
-        for rank, one in enumerate(chosen):
-            moved = one.node != nodes[rank]
-            if moved and group.rank == one.rank:
-                whole = Path(one.where) if not find_problem(Path(one.where)) else None
-                for work, _ in _send(whole, rank):
-                    group.collective(work.wait)
-            if group.rank == rank:
-                path = Path(one.where)
-                if moved:
-                    path, problem = _take_over(_receive(one.rank), _folder_of(one.run, rank))
-        damage = "" if problem else find_problem(path)
-        if damage:
-            group.log.warning(f"a part in memory was skipped: {path}: {damage}")
-            discard(path)
-        problems = group.gather(problem or damage)
+        if not all(able.values()):
+            raise Damaged(parts[0].where, why)
+        chosen = [min(ones, key=lambda one: one.node != nodes[rank]) for rank, ones in able.items()]
+        here = [one.node == node for one, node in zip(chosen, nodes, strict=True)]
+        readers = [rank if here[rank] else one.rank for rank, one in enumerate(chosen)]
+        about = _described(group, chosen, readers)
+        shipments, owners = list[Shipment](), list[int]()
+        for rank, (one, reader) in enumerate(zip(chosen, readers, strict=True)):
+            for name, entry in about[rank]["files"].items():
+                path = [Path(one.where) / name] if group.rank in (rank, reader) else []
+                owners.append(rank)
+                to = [[each] for each in dict.fromkeys((reader, rank))]
+                shipments.append(Shipment(part_of(name, entry), to, path))
+        memory = Memory.alone(group)
+        try:
+            buffers, found = ship(group, shipments, memory)
+        finally:
+            memory.close()
+        problems = [each.get("why", "") for each in about]
+        for number, text in found.items():
+            problems[owners[number]] = problems[owners[number]] or text
+        for rank, (one, reader) in enumerate(zip(chosen, readers, strict=True)):
+            if problems[rank] and group.rank == reader == rank:
+                group.log.warning(f"a part in memory was skipped: {one.where}: {problems[rank]}")
+                discard(Path(one.where))
         if not any(problems):
+            own = {shipments[n].part.name: buffers[n] for n, owner in enumerate(owners) if owner == group.rank}
             # All ranks get rank 0's record, because only rank 0 may know the values of the last evaluation
-            return Copy(path, group.broadcast(read_json(path / STATE)), {}, sharded=True)
+            return Copy(Path(chosen[group.rank].where), about[0]["record"], CopyFiles(own))
         why = next(filter(None, problems))
-        bad = [one for one, problem in zip(chosen, problems, strict=True) if problem]
-        left = [one for one in left if one not in bad]
+        bad = {(one.node, one.where) for one, problem in zip(chosen, problems, strict=True) if problem}
+        able = {rank: [one for one in ones if (one.node, one.where) not in bad] for rank, ones in able.items()}
 
 
-def _take_over(part: tuple[int, dict[str, Content]] | None, name: str) -> tuple[Path, str]:
-    """Write a received part to memory. Return its path, and the problem, or "" if there is none."""
-    if part is None:
-        return Path(), "it is damaged on the node that has it"
-    step, files = part
-    try:
-        needed = sum(map(len, files.values()))
-        return in_memory(lambda home: copies.save(home / name, files, step=step, keep=2), needed), ""
-    except UserError as error:
-        return Path(), str(error)
+def _described(group: Group, chosen: Sequence[Candidate], readers: Sequence[int]) -> list[dict[str, Any]]:
+    """Return for each rank the files of its chosen part and, for rank 0, the record; or why the part is damaged."""
+    own = dict[int, dict[str, Any]]()
+    for rank, (one, reader) in enumerate(zip(chosen, readers, strict=True)):
+        if reader == group.rank:
+            try:
+                manifest, files = copies.read_manifest(Path(one.where))
+                record = copies.read_record(Path(one.where), files)
+                own[rank] = {"files": {name: entry for name, entry in manifest["files"].items() if name != STATE}}
+                own[rank] |= {"record": record} if rank == 0 else {}
+            except Damaged as error:
+                own[rank] = {"why": error.why, "files": {}}
+    found = {int(rank): each for described in group.gather(own) for rank, each in described.items()}
+    return [found[rank] for rank in range(group.world_size)]
 
 
-def _send(path: Path | None, to: int, link: Any = None) -> list[tuple[Any, torch.Tensor]]:
+def _send(path: Path | None, to: int, link: Any) -> list[tuple[Any, torch.Tensor]]:
     """Begin to send a part, or a note that there is none. Return the transfers, each with the tensor to keep alive."""
     files = [file for file in path.iterdir() if file.name != MANIFEST] if path is not None else []
     sizes = {file.name: file.stat().st_size for file in files}
@@ -249,7 +263,7 @@ def _send(path: Path | None, to: int, link: Any = None) -> list[tuple[Any, torch
     return [(dist.isend(tensor, to, group=link), tensor) for tensor in tensors]
 
 
-def _receive(source: int, link: Any = None) -> tuple[int, dict[str, Content]] | None:
+def _receive(source: int, link: Any) -> tuple[int, dict[str, Content]] | None:
     """Receive what `_send` sends, and return the step and the content of each file, or None if there is no part."""
     def receive(length: int) -> bytearray:
         content = bytearray(length)

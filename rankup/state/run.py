@@ -21,8 +21,8 @@ from rankup.places.lease import FILE, KEPT, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, copies, memory
 from rankup.state.choice import CHECKPOINT, MIRROR, PEER, RESCUE, SECOND, STORE, Candidate
 from rankup.state.copies import STATE
-from rankup.state.parts import Parts, load
-from rankup.state.reading import Copy, newest_whole, read, share
+from rankup.state.parts import Parts, load_parts
+from rankup.state.reading import Copy, load, newest_whole
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.second_place import SecondPlace
 from rankup.timing import VISIBLE_S
@@ -123,27 +123,39 @@ class Run:
         def copies_in_order() -> Iterator[tuple[str, Callable[[], Copy]]]:
             for line, one in choice.in_order(candidates, known, self._may_take, group):
                 passed.add(one.where)
-                yield one.words, partial(self._resume_from, one, line)
+                others = [
+                    Path(other.where) for other in candidates
+                    if other.rank == group.rank and other.kind in (CHECKPOINT, PEER, RESCUE)
+                    and (other.step, other.attempt, other.run) == (one.step, one.attempt, one.run)
+                ]
+                yield one.words, partial(self._resume_from, one, line, others)
 
         self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
         self.saved = group.on_rank0(lambda: self._find_here(passed))
         choice.put_aside_others(folder, self.lineage.run)
 
-    def _resume_from(self, one: Candidate, line: Lineage | None) -> Copy:
-        """Read copy `one` on all ranks, and adopt its `line`. Raises on all ranks: Damaged, UserError and PeerLost."""
-        options = self.options
-
-        def read_it() -> Copy:
-            if one.kind in self.places:
-                copy = self.places[one.kind].fetch(one.where, options.check)
-                self.group.log.info(f"fetched {copy.path.name} from {self.places[one.kind].called}")
-            else:
-                copy = read(Path(one.where), options.check)
-            return copy if options.sharded else copy.as_plain()
-
-        copy = load(one.parts, self.group) if one.parts else share(read_it, self.group, source=one.rank)
-        if copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
-            copy = replace(copy, path=self.folder / "checkpoints" / copy.path.name)
+    def _resume_from(self, one: Candidate, line: Lineage | None, others: list[Path]) -> Copy:
+        """Read copy `one` on all ranks, and adopt its `line`. `others`: where this rank may have the same files. Raises
+        on all ranks: Damaged, UserError and PeerLost."""
+        group, options = self.group, self.options
+        folder = self.folder / "checkpoints"  # another node may have mounted it elsewhere
+        if one.parts:
+            copy = load_parts(one.parts, group)
+        elif one.kind in (STORE, MIRROR):
+            in_place = (lambda path: folder / path.parent.name / path.name) if options.sharded else None
+            with contextlib.ExitStack() as stack:
+                copy = load(
+                    group, lambda: stack.enter_context(self.places[one.kind].fetched(one.where)), check=options.check,
+                    others=others, in_place=in_place,
+                )
+                path = group.on_rank0(lambda: self.places[one.kind].keep(copy.path))  # only rank 0 has the place
+            copy = replace(copy, path=folder / Path(path).name)
+        else:
+            in_place = (lambda path: folder / path.name) if options.sharded and one.kind == CHECKPOINT else None
+            others = [*others, folder / Path(one.where).name]
+            copy = load(
+                group, lambda: Path(one.where), source=one.rank, check=options.check, others=others, in_place=in_place
+            )
         self.kind = one.kind
         self.words = copy.path.name if one.kind < PEER else one.words
         if one.kind == RESCUE:

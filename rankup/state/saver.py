@@ -218,7 +218,9 @@ class Saver:
     def _fit(self, tensors: Tensors) -> bool:
         """Return whether there is memory for copies of `tensors`. Decided once, because the buffers are then kept."""
         if self._beside is None:
-            needed, free = ROOM * sum(tensor.nbytes for tensor in tensors.values()), memory_available()
+            # Of a sharded copy all ranks of the node copy their parts at the same time, and all look before
+            ranks = (self.group.rank_env.local_world_size or 1) if self.sharded else 1
+            needed, free = ROOM * ranks * sum(tensor.nbytes for tensor in tensors.values()), memory_available()
             self._beside = free >= needed
             if not self._beside:
                 self.group.log.info(

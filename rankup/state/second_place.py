@@ -19,7 +19,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from rankup.places.files import cache_roots
 from rankup.places.lease import FILE, KEPT, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
 from rankup.places.place import Place
 from rankup.state import copies
-from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_whole, step_of, verify
-from rankup.state.reading import Copy, newest_whole, read
+from rankup.state.copies import MANIFEST, STATE, Damaged, list_whole, step_of, verify
+from rankup.state.reading import newest_whole
 from rankup.state.saver import BackgroundTask, Options
 from rankup.timing import FIND_S, UPLOAD_END_S, UPLOAD_STOP_S
 from rankup.urls import is_url
@@ -105,10 +104,11 @@ def fetched(place: str, *, timeout_s: float, name: str = "") -> Iterator[Path]:
         yield Path(place)
         return
 
-    def fetch(folder: str) -> Copy:
+    def fetch(folder: str) -> Path:
         target = own / Path(folder).name.rpartition("-")[0]
         _download(there, folder, target)
-        return Copy(target, verify(target), {})  # the caller reads the items
+        verify(target)
+        return target
 
     warn, folder = logging.getLogger("rankup").warning, cache_roots()[0] / "fetched"
     with contextlib.ExitStack() as stack:
@@ -124,7 +124,7 @@ def fetched(place: str, *, timeout_s: float, name: str = "") -> Iterator[Path]:
                     step = kept_step(there.read_json(f"{folder_of(number)}/{KEPT}"), name, place)
                     found = [one for one in found if step_of(Path(one)) == step]
                 each = ((f"checkpoint {Path(one).name}", partial(fetch, one)) for one in found)
-                newest = copy.path if (copy := newest_whole(place, each, warn)) else newest
+                newest = newest_whole(place, each, warn) or newest
             else:
                 for file in names or [""]:  # over http, a list of a file's address does not contain the file
                     if "/" not in file:
@@ -200,20 +200,26 @@ class SecondPlace:
                 if name in FILES or (name.startswith(f"{TENSORBOARD}/") and ".." not in name):
                     own.download(name, self.folder / name)
 
-    def fetch(self, stored: str, check: Check) -> Copy:
-        """Download the copy `stored` into the run's folder, and read it. Raises Damaged, and UserError if the disk here
-        is full or `check` refuses the copy."""
-        directory, name = self.checkpoints, Path(stored).name.rpartition("-")[0]
-        target, staging = directory / name, copies.staging_of(directory)
-        path = staging / name  # the folder needs its final name, because `read` verifies the step in it
+    @contextlib.contextmanager
+    def fetched(self, stored: str) -> Iterator[Path]:
+        """Within the block, the copy `stored` is in a folder of its own, not verified yet. Raises Damaged, and
+        UserError if the disk here is full."""
+        directory = self.checkpoints
+        staging = copies.staging_of(directory)
+        path = staging / Path(stored).name.rpartition("-")[0]  # its final name, because a name must have the right step
         try:
-            with disk_errors("checkpoint", directory):
-                with self._asking(alone=not list_whole(directory)):
-                    _download(self.place, stored, path)
-                copy = read(path, check)  # raises Damaged for files that a failing mirror did not give
-                return replace(copy, path=copies.rename(path, target))
+            with disk_errors("checkpoint", directory), self._asking(alone=not list_whole(directory)):
+                _download(self.place, stored, path)
+            yield path
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+    def keep(self, path: Path) -> str:
+        """Move the verified copy in the folder `path` of `fetched` to the run's own copies. Return its path there."""
+        with disk_errors("checkpoint", self.checkpoints):
+            kept = copies.rename(path, self.checkpoints / path.name)
+        self.log.info(f"fetched {kept.name} from {self.called}")
+        return str(kept)
 
     @contextlib.contextmanager
     def _asking(self, *, alone: bool) -> Iterator[None]:

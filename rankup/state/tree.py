@@ -33,6 +33,7 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 MAPPINGS: dict[str, Any] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict)}
 Tensors = dict[str, torch.Tensor]
 Places = dict[str, tuple[list[int], list[int]]]  # for each part: its offset, and the shape of the whole tensor
@@ -69,6 +70,29 @@ class TensorFile:
                 whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 flat = whole.as_strided([whole.numel()], [1])  # view() needs stride 1; one element may have any stride
                 yield flat.view(torch.uint8).numpy().data
+
+
+def tensors_in(content: Any) -> tuple[dict[str, tuple[str, list[int], int, int]], dict[str, str]]:
+    """Return what a safetensors file in the buffer `content` holds: by name the dtype and shape of a tensor, and where
+    its bytes begin and end in the buffer; and the metadata. Raises any error for a file that `TensorFile` did not
+    write."""
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(bytes(content[8:begin]))
+    metadata, found = header.pop("__metadata__", {}), {}
+    for name, about in header.items():
+        low, high = about["data_offsets"]
+        found[name] = about["dtype"], about["shape"], begin + low, begin + high
+    return found, metadata
+
+
+def tensor_at(content: Any, dtype: str, shape: list[int], begin: int, end: int) -> torch.Tensor:
+    """Return the tensor at these bytes of a buffer, which it shares. Raises an error if they don't fit."""
+    if not 8 <= begin <= end <= len(content):
+        raise ValueError("a tensor is cut")
+    flat = torch.frombuffer(content, dtype=torch.uint8)[begin:end]
+    if begin % BY_NAME[dtype].itemsize:  # another program has written the file
+        flat = flat.clone()
+    return flat.view(BY_NAME[dtype]).view(shape)
 
 
 def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:

@@ -126,7 +126,7 @@ def test_rescue_falls_back_from_memory_to_tmp_and_then_to_the_checkpoint(
     env = {"TMPDIR": str(tmp_path / "tmp"), "SMALL": small}
     preload = "tests.promises.test_rescue:small_memory"
     output = forks.ends(*train(tmp_path, *OTHER), world_size=2, env=env | KILL, preload=preload, code=[171, -9])
-    line = r"no rescue, so the next attempt goes on from the newest checkpoint: /dev/shm has .*tmp has 0 MiB free, "
+    line = r"no rescue of step 11, so the run goes on from the checkpoint of step 10: /dev/shm has .*tmp has 0 MiB free"
     assert len(re.findall(line, output)) == (small == "shm tmp"), output
     assert len(list((tmp_path / "tmp").glob("rankup-*/*/step-*"))) == (small == "shm")
     env["SMALL"] = ""

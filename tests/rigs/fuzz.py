@@ -314,8 +314,8 @@ def pictures() -> Files:
 
 SETTINGS = b"dataset: digits\nlr: 0.5\nepochs: 3\nname: 'a'\noptions: {a: [1, {b: c}], d: no}\n"
 FORMATS = {
-    "plain_copy": Format(plain_copy, lambda folder: reading.read(folder).as_plain(), sealed=True),
-    "sharded_copy": Format(sharded_copy, lambda folder: reading.read(folder).as_plain(), sealed=True),
+    "plain_copy": Format(plain_copy, lambda folder: reading.read(folder).tracked, sealed=True),
+    "sharded_copy": Format(sharded_copy, lambda folder: reading.read(folder).tracked, sealed=True),
     "weights": Format(weights, lambda folder: load_into(torch.nn.Linear(3, 2), folder, lambda text: None)),
     "settings": Format(lambda: {"c.yaml": SETTINGS}, lambda folder: load_config({}, file=str(folder / "c.yaml")),
                        replaced=False),

@@ -352,7 +352,8 @@ WRAPPED: Mapping[str, Sequence[tuple[str, str, str]]] = {
     "rankup.group.joining": [("meet", "before joining", "met"),
                              ("dist.init_process_group", "before forming", "formed")],
     "rankup.loop.saving": [("Saving.rescue", "before the rescue", "")],
-    "rankup.state.run": [("read", "reading the rescue", ""), ("share", "sending the rescue", "rescue known")],
+    "rankup.state.run": [("load", "reading the rescue", "rescue known")],
+    "rankup.state.reading": [("ship", "sending the rescue", "")],
     "train.loop": [("build", "before building", "ready"), ("load", "", "data loaded"),
                    ("build_optimizer", "model built", "")],
 }

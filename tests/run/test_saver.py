@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.env.rank_env import RankEnv
 from rankup.errors import UserError
 from rankup.state import copies
 from rankup.state.saver import HostCopies, Options, Saver
@@ -128,7 +129,7 @@ def test_step_that_is_saved_again_is_written_to_another_staging_folder(
 
     monkeypatch.setattr(copies, "create_staging", noted)
     group: Any = SimpleNamespace(rank=0, is_rank0=True, world_size=1, device=torch.device("cpu"), max=int,
-                                 gather=lambda value: [value], on_rank0=lambda call: call(),
+                                 rank_env=RankEnv(), gather=lambda value: [value], on_rank0=lambda call: call(),
                                  watch=SimpleNamespace(enter=lambda *_, **__: None), log=SimpleNamespace(info=print))
     saver = Saver(
         group, tmp_path, Options(), token="it", check_owner=lambda: None, saved=lambda step: None, second=None

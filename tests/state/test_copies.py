@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rankup.errors import UserError
 from rankup.places.files import remove_unfinished
 from rankup.state import copies
 from rankup.state.copies import find_problem
+from rankup.state.tree import TensorFile
 from tests.rigs.checkpoints import flip, load_newest, newest, save, steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
@@ -82,6 +84,25 @@ def test_kill_between_the_renames_leaves_the_replaced_checkpoint(
     save(tmp_path, 2, keep=2)
     assert steps(tmp_path) == [1, 2]
     assert newest(tmp_path) == (2, [])
+
+
+def test_rescue_that_threads_write_has_the_files_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces begin and end anywhere in the tensors."""
+    monkeypatch.setattr(copies, "PIECE", 1000)
+    monkeypatch.setattr(copies, "cpu_quota", lambda: 4.0)
+    tensors = {"a": torch.rand(9), "b": torch.rand(7000), "c": torch.rand(333)}
+    content = {"state.json": b'{"step": 1}', "empty.bin": b"", "exact.bin": bytes(2000),
+               "model.safetensors": TensorFile(tensors)}
+    one = copies.save(tmp_path / "one", content, step=1, keep=1)
+    other = copies.save(tmp_path / "other", content, step=1, keep=1, sync=False)
+    assert {path.name: path.read_bytes() for path in one.iterdir()} == {
+        path.name: path.read_bytes() for path in other.iterdir()
+    }
+    assert (one / "manifest.json").read_text().count('",\n') > 20, "a digest for each piece"
+    flip(one / "model.safetensors", 17_000)
+    assert find_problem(one) == "model.safetensors does not match its digest"
 
 
 def save_until_killed(directory: Path, pipe: int) -> None:

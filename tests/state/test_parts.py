@@ -1,13 +1,10 @@
 """Parts in memory: which ones are taken, and that no damaged part ever is."""
 
 import contextlib
-import json
 import os
 import random
 import shutil
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,48 +17,14 @@ from rankup.state import parts as state_parts
 from rankup.state.choice import Candidate, distinct, held_by
 from rankup.state.copies import Damaged, list_copies, to_json
 from rankup.state.memory import node_id
-from rankup.state.parts import Parts, load, peers_of
-from rankup.state.reading import Copy, CopyFiles
+from rankup.state.parts import Parts, load_parts, peers_of
+from rankup.state.reading import Copy
 from rankup.state.saver import HostCopies, Options
 from tests.rigs.checkpoints import damage, training_state
+from tests.rigs.thread_ranks import Ranks
 
 TRIES = 1000
 RANKS, STEPS, RUN = 2, (10, 20), "0123456789abcdef"
-
-
-class Ranks:
-    """Two ranks of one node, as two threads of this process."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self._barrier = threading.Barrier(RANKS, timeout=60)
-        self._values: list[Any] = [None] * RANKS
-
-    def each(self, work: Callable[[Any], Any]) -> list[Any]:
-        """Return what `work` returns for each rank's group."""
-
-        def run(rank: int) -> Any:
-            try:
-                return work(self._group(rank))
-            except BaseException:
-                self._barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(RANKS) as pool:
-            return [*pool.map(run, range(RANKS))]
-
-    def _group(self, rank: int) -> Any:
-        def gather(value: Any) -> list[Any]:
-            self._values[rank] = json.loads(json.dumps(value))
-            self._barrier.wait()
-            values = [*self._values]
-            self._barrier.wait()
-            return values
-
-        return SimpleNamespace(rank=rank, world_size=RANKS, device=torch.device("cpu"), gather=gather,
-                               barrier=lambda: gather(0), max=lambda value: max(gather(value)),
-                               broadcast=lambda value: gather(value)[0], collective=lambda call: call(),
-                               hosts=["node"] * RANKS, log=SimpleNamespace(warning=self.said.append))
 
 
 def weight(rank: int, step: int) -> torch.Tensor:
@@ -92,7 +55,7 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
         found = [Candidate(rank, node_id(), *values) for rank, each in enumerate(listed) for values in each]
         for one in sorted(distinct(found, RANKS), key=lambda one: -one.step):
             with contextlib.suppress(Damaged):
-                return load(one.parts, group)
+                return load_parts(one.parts, group)
         return None
 
     copies = ranks.each(work)
@@ -101,7 +64,7 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
         return None
     weights, steps = [], set()
     for copy in copies:
-        tracked = CopyFiles(copy.path).read_all()
+        tracked = copy.tracked
         weights.append(tracked["model"]["weight"])
         steps |= {copy.step, tracked["step"]["n"]}
     (step,) = steps
@@ -154,7 +117,7 @@ def harm(folder: Path, draw: random.Random) -> str:
 
 def test_no_damaged_part_is_ever_loaded(memory: Path, tmp_path: Path) -> None:
     """Of two steps one is damaged. All ranks then resume the other."""
-    ranks, draw = Ranks(), random.Random()
+    ranks, draw = Ranks(RANKS), random.Random()
     keep(ranks, *STEPS)
     assert (found := go_on(ranks)) is not None
     assert found[0] == 20
@@ -175,7 +138,7 @@ def test_no_damaged_part_is_ever_loaded(memory: Path, tmp_path: Path) -> None:
 
 
 def test_parts_for_another_number_of_ranks_are_not_taken(memory: Path) -> None:
-    ranks = Ranks()
+    ranks = Ranks(RANKS)
     keep(ranks, 10)
     keep(ranks, 20, world_size=RANKS + 1)
     assert (found := go_on(ranks)) is not None
@@ -186,7 +149,7 @@ def test_parts_for_another_number_of_ranks_are_not_taken(memory: Path) -> None:
 def test_parts_of_earlier_attempts_are_removed_if_ranks_differ(memory: Path, wanted: bool, kept: bool) -> None:
     """`wanted`: it takes parts, perhaps its first ones later. `kept`: it has taken some. With neither, rescued copies
     stay."""
-    keep(Ranks(), 10)
+    keep(Ranks(RANKS), 10)
     held = [*memory.glob("*/*/*")]
     parts = Parts(SimpleNamespace(device=torch.device("cpu")), RUN, 1)  # type: ignore[arg-type]
     parts.wanted, parts._folders = wanted, {0: held[0].parent} if kept else {}
@@ -213,7 +176,7 @@ def test_parts_take_three_times_their_size(memory: Path) -> None:
         group.barrier()
         return other_memory() - before
 
-    assert max(Ranks().each(work)) < 1.5 * RANKS * size  # of both ranks
+    assert max(Ranks(RANKS).each(work)) < 1.5 * RANKS * size  # of both ranks
     files = [path for path in memory.rglob("*") if path.is_file()]
     assert len([path for path in files if path.stat().st_size >= size]) == 2 * RANKS
     assert sum(path.stat().st_blocks * 512 for path in files) < 2.1 * RANKS * size
@@ -237,14 +200,14 @@ def test_failing_parts_leave_the_last_whole_ones_until_the_next_save(
         group.barrier()
         seen.append(sorted(str(path.relative_to(folder)) for path in folder.glob("*/*")))
         if group.rank == 0:
-            assert (found := go_on(Ranks())) is not None
+            assert (found := go_on(Ranks(RANKS))) is not None
             assert (found[0], is_right(found)) == (20, True)
         group.barrier()
         kept.close()
         group.barrier()
         return [*seen, sorted(map(str, folder.glob("*")))]
 
-    kept_one, ranks = state_parts._keep, Ranks()
+    kept_one, ranks = state_parts._keep, Ranks(RANKS)
     monkeypatch.setattr(state_parts, "_keep", keep_one)
     first, _ = ranks.each(work)
     assert first == [[f"{RUN}.rank-{name}" for name in ("00000/step-00000020", "00000/step-00000030",
@@ -261,7 +224,7 @@ def test_unwritable_part_of_another_rank_leaves_nobody_waiting(memory: Path, mon
     waits = SimpleNamespace(wait=lambda: served.append(0))
     monkeypatch.setattr("rankup.state.parts._receive", receive)
     monkeypatch.setattr("rankup.state.parts._send", lambda *_: [(waits, None)])
-    kept = Parts(Ranks()._group(0), RUN, 1)
+    kept = Parts(Ranks(RANKS).group(0), RUN, 1)
     kept._peer, kept._folders = 1, {rank: memory / f"rank-{rank}" for rank in range(3)}
     for rank in (1, 2):
         (memory / f"rank-{rank}").write_text("in the way")
@@ -279,7 +242,7 @@ def test_step_does_not_wait_for_the_devices_copy_of_a_part(memory: Path, monkeyp
         return 0.0
 
     monkeypatch.setattr(HostCopies, "wait", wait)
-    keep(Ranks(), 10, 20)
+    keep(Ranks(RANKS), 10, 20)
     assert waits == ["part"] * 4
 
 

@@ -68,7 +68,7 @@ def test_each_ranks_part_is_plain_safetensors(trained: Path) -> None:
 def test_sharded_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> None:
     train(forks, tmp_path, 2, *FSDP, "--optimizer", "adamw", "--lr", "0.01")
     assert digest(tmp_path) == digest(trained)
-    one, other = load_checkpoint(newest(tmp_path)), load_checkpoint(newest(trained)).as_plain()
+    one, other = load_checkpoint(newest(tmp_path)), load_checkpoint(newest(trained))
     assert weights.digest(one.tracked["model"]) == weights.digest(other.tracked["model"]) == digest(trained)
     names = one.tracked["optimizer"]["state"].keys()
     assert names == other.tracked["optimizer"]["state"].keys() != set()
@@ -131,7 +131,7 @@ def test_run_resumes_in_another_way(forks: Forks, alone: dict[str, torch.Tensor]
     assert "resumed from step-00000005" in output
     if settings[1] != others[1]:
         assert f"parallel was {settings[1]}, is {others[1]}: the run goes on, but its last bits will differ" in output
-    found = load_checkpoint(newest(tmp_path)).as_plain().tracked["model"]
+    found = load_checkpoint(newest(tmp_path)).tracked["model"]
     assert all(torch.allclose(found[name], alone[name], rtol=1e-4, atol=1e-6) for name in alone)
 
 
@@ -201,7 +201,7 @@ def test_missing_or_misplaced_part_is_one_line_and_fills_no_tensor(trained: Path
     else:
         move(path, *place)
     with pytest.raises(UserError, match=r"its files don't fit together \("):
-        load_checkpoint(path).as_plain()
+        load_checkpoint(path)
 
 
 def record_reads() -> None:

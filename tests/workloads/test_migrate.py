@@ -109,7 +109,7 @@ def test_script_and_workload_reach_the_same_loss_and_weights(
     assert metrics["loss"] == pytest.approx(float(printed[0][0]), rel=1e-6)
     assert not printed[0][1] or metrics["accuracy"] == float(printed[0][1])
     theirs = torch.load(folder / "rings.pt", weights_only=True)
-    ours = load_checkpoint(run / "checkpoints" / f"step-{EPOCHS:08}").as_plain().tracked["model"]
+    ours = load_checkpoint(run / "checkpoints" / f"step-{EPOCHS:08}").tracked["model"]
     assert theirs.keys() == ours.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,198 @@
+"""Measure what a large plain state costs: seconds and memory of a resume, and seconds of a rescue.
+
+    python tests/bench/large_state.py --megabytes 100 1000 --ranks 2 4
+
+For each size and number of ranks this trains two steps of SGD with momentum, and resumes three times: once for the
+time, once while the memory of all ranks is watched, and once after a rank was killed. The table has the seconds from
+`rankup.init` to the end of `job.track`, without those in which the ranks connect; the seconds that one process takes to
+read and hash the same files; the largest growth of all ranks' memory beside the state itself, in multiples of the state
+(shared pages count once, files of the disk not at all); and the seconds from the kill to a whole rescue.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.bench.machine import conditions, markdown_table
+from tests.rigs.jobs import ROOT
+
+SCRIPT = """
+import json, os, signal, time
+began_s, used_s = time.monotonic(), time.process_time()
+import torch, rankup
+job = rankup.init("runs/RUN", tensorboard=False, save_every_steps=0, compare_every_steps=0)
+torch.set_num_threads(1)
+layers = int(os.environ["LAYERS"])
+model = torch.nn.Sequential(*[torch.nn.Linear(2048, 3200, bias=False) for _ in range(layers)])  # 25 MiB each
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+joined_s, joined_cpu_s = time.monotonic(), time.process_time()
+job.track(model=model, optimizer=optimizer)
+tracked_s = time.monotonic()
+with open(f"ranks-{job.rank}.json", "w") as file:
+    json.dump({"init_s": tracked_s - began_s, "track_s": tracked_s - joined_s, "cpu_s": time.process_time() - used_s,
+               "track_cpu_s": time.process_time() - joined_cpu_s}, file)
+if os.environ.get("HOLD"):
+    while os.path.exists("hold"):
+        time.sleep(0.05)
+kill = os.environ.get("KILL") and not os.path.exists("killed")
+for step in job.steps(6 if kill is not None else 2):
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    job.gather(0)
+    with job.step():
+        optimizer.step()
+    if kill and step == 3:
+        job.gather(0)
+        if job.rank == job.world_size - 1:
+            with open("killed", "w") as file:
+                file.write(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+job.finish()
+"""
+
+
+def launch(
+    folder: Path, run: str, ranks: int, layers: int, *, watch: bool = False, **more: str
+) -> dict[str, float]:
+    """Run the script. Return the slowest rank's seconds, and the peak of all ranks' memory in bytes."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("RUN", run))
+    for old in folder.glob("ranks-*.json"):
+        old.unlink()
+    if watch:
+        (folder / "hold").touch()
+        more["HOLD"] = "1"
+    line = [sys.executable, "-m", "rankup", "launch", f"--nproc={ranks}", "--max-restarts=1", str(script)]
+    env = {"PYTHONPATH": str(ROOT), **os.environ, "LAYERS": str(layers), **more}
+    job = subprocess.Popen(line, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    peak, ended = 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not ended.wait(0.05):
+            peak = max(peak, sum(map(memory_of, descendants(job.pid))))
+            if len([*folder.glob("ranks-*.json")]) == ranks:
+                (folder / "hold").unlink(missing_ok=True)
+                return
+
+    sampler = threading.Thread(target=sample)
+    if watch:
+        sampler.start()
+    output, _ = job.communicate()
+    ended.set()
+    if job.returncode:
+        raise RuntimeError(output)
+    if watch:
+        sampler.join()
+    each = [json.loads(path.read_text()) for path in folder.glob("ranks-*.json")]
+    (folder / "output.txt").write_text(output)
+    slowest = {name: max(one[name] for one in each) for name in ("init_s", "track_s")}
+    return {**slowest, **{name: sum(one[name] for one in each) for name in ("cpu_s", "track_cpu_s")}, "peak": peak}
+
+
+def descendants(pid: int) -> list[int]:
+    found, left = [], [pid]
+    while left:
+        one = left.pop()
+        try:
+            children = [each for task in Path(f"/proc/{one}/task").iterdir()
+                        for each in (task / "children").read_text().split()]
+        except OSError:
+            continue
+        found += [one]
+        left += map(int, children)
+    return found
+
+
+def memory_of(pid: int) -> int:
+    """Return a process's memory, without its part of shared pages and without files of a disk, in bytes."""
+    try:
+        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(row.split()[1]) * 1024 for row in rows if row.startswith(("Pss_Anon", "Pss_Shmem")))
+
+
+def read_and_hash(copy: Path) -> tuple[float, float]:
+    """Return the seconds and the CPU's seconds that one process takes to read and hash the files of a copy."""
+    began_s, used_s = time.perf_counter(), time.process_time()
+    for path in copy.iterdir():
+        with path.open("rb") as file:
+            hashlib.file_digest(file, "sha256")
+    return time.perf_counter() - began_s, time.process_time() - used_s
+
+
+def rescue_s(folder: Path, run: str, ranks: int, layers: int) -> float:
+    """Return the seconds from the kill of a rank to the whole rescue in this node's memory."""
+    ended, found = threading.Event(), [0.0]
+
+    def look() -> None:
+        while not ended.wait(0.01):
+            if not found[0] and (about := folder / "runs" / run / "run.json").exists():
+                own = f"rankup-{os.getuid()}/{json.loads(about.read_text())['run']}"
+                new = [*Path("/dev/shm").glob(f"{own}/step-*/manifest.json")]
+                found[0] = new[0].stat().st_mtime if new else 0.0
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        launch(folder, run, ranks, layers, KILL="1")
+    finally:
+        ended.set()
+        looker.join()
+    return found[0] - float((folder / "killed").read_text())
+
+
+def measure(ranks: int, megabytes: int, folder: Path) -> dict[str, Any]:
+    layers = max(1, round(megabytes * 1e6 / (2 * 2048 * 3200 * 4)))
+    state = 2 * layers * 2048 * 3200 * 4
+    fresh = launch(folder, "a", ranks, layers)
+    base = launch(folder, "b", ranks, layers, watch=True)
+    shutil.rmtree(folder / "runs" / "b")
+    copy = max((folder / "runs/a/checkpoints").glob("step-*"))
+    first = read_and_hash(copy)
+    again = launch(folder, "a", ranks, layers)
+    hashed_s, hashed_cpu_s = map(min, zip(first, read_and_hash(copy), strict=True))
+    peak = launch(folder, "a", ranks, layers, watch=True)
+    shutil.rmtree(folder / "runs" / "a")
+    rescued = rescue_s(folder, "c", ranks, layers)
+    # The fresh run's optimizer has no state yet, which is half of the state
+    growth = (peak["peak"] - base["peak"]) / state - ranks / 2
+    resume_s = again["init_s"] - (fresh["init_s"] - fresh["track_s"])  # a fresh run hashes its weights in `track`
+    cpu_s = again["cpu_s"] - (fresh["cpu_s"] - fresh["track_cpu_s"])
+    return {"ranks": ranks, "state, MB": round(state / 1e6), "read and hash, s": hashed_s, "resume, s": resume_s,
+            "of it": resume_s / hashed_s, "CPU s of all ranks, of the hash's": cpu_s / hashed_cpu_s, "growth": growth,
+            "rescue, s": rescued}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--folder", default=None, help="where the runs are written")
+    options = parser.parse_args()
+    rows = []
+    for megabytes in options.megabytes:
+        for ranks in options.ranks:
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                rows.append(measure(ranks, megabytes, Path(folder)))
+            print(rows[-1], file=sys.stderr, flush=True)
+    print(f"{conditions()}\n")
+    print("\n".join(markdown_table([*rows[0]], [
+        [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows])))
+
+
+if __name__ == "__main__":
+    main()
