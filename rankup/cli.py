@@ -81,7 +81,7 @@ IN_ALLOCATION = (
     option("--nnodes", int, "nodes; 2:4 for two to four (WORLD_SIZE, or 1)", type=nodes),
     option("--spares", int, "extra nodes, which replace lost ones (0)", default=0),
     option("--wait-for-node", float, "accept fewer nodes after S seconds (%(default)g)", default=10.0),
-    option("--lost-after-s", float, "2:4, spares: nodes are lost after S silent seconds (%(default)g)", default=10.0),
+    option("--lost-after-s", float, "2:4: nodes are lost after S silent seconds (%(default)g)", default=10.0),
     option("--shared-dir", "DIR", "folder or address that all nodes share: only one half of a split job goes on"),
     option("--max-failures-per-node", int, "leave a node out after N failures (no limit)", type=whole(1)),
     option("--node-rank", int, "number of this node, from 0 (RANK)"),
@@ -92,6 +92,9 @@ IN_ALLOCATION = (
     option("--restart-on", "CODES", "restart after these exit codes below 128 too: 1,75", type=codes, default=()),
     option("--restart-args", "WORDS", "append these arguments at each restart", type=shell_words),
     option("--stop-grace-s", float, "kill a script S seconds after SIGTERM or SIGINT (%(default)g)", default=110.0),
+    option("--on-end", "CMD", argparse.SUPPRESS),
+    option("--health-check", "CMD", argparse.SUPPRESS),
+    option("--spot", bool, argparse.SUPPRESS),
     option("--work-dir", "DIR", "folder to run the script in, created if missing (here)"),
     option("--name", "NAME", "name of the run (the script's name)"),
     RUN_DIR,
@@ -106,12 +109,14 @@ def launch(given: argparse.Namespace) -> int:
     """Start the ranks of this node, and replace lost ones. Run the same line on each node. The script needs no changes,
     and gets all words after its name. Parentheses show each default: a value, or the environment variable that sets it.
     RANK and WORLD_SIZE count nodes here. In a Slurm job, run the line once: it uses all nodes, or with --here this one;
-    --first-step-s, --max-requeues, --no-exclude, --doctor, --image, --srun-args: slurm/README.md."""
+    --first-step-s, --max-requeues, --no-exclude, --doctor, --image, --srun-args: slurm/README.md. For operators
+    --on-end, --health-check, --spot: rankup/operators.md."""
     from rankup.launch import launch
 
     parser, flags = COMMANDS["launch"], {names[0]: names[0][2:].replace("-", "_") for names, _ in IN_ALLOCATION}
     options = given.line[:len(given.line) - len(given.words)]
-    given.line = [*parser.without(options, {*flags.values(), "nproc"}), *given.words]  # for the agents of all nodes
+    # For the agents of all nodes
+    given.line = [*parser.without(options, {*flags.values(), "nproc", "on_end"}), *given.words]
     given.in_allocation = {flag: getattr(given, name) for flag, name in flags.items()}
     return launch(given)
 
@@ -230,6 +235,7 @@ def explain(given: argparse.Namespace) -> int:
 @command(
     "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"),
     option("--alone", bool, "check only this machine, as one process, even under a launcher"),
+    option("--quick", bool, "check this machine without torch in a second, for --health-check; warnings count as fit"),
     RUN_DIR,
     option("--num-threads", int, "CPU threads of each rank (1)", default=1, type=whole(1)),
     option("--num-workers", int, "DataLoader workers of each rank (0)", default=0),
@@ -239,6 +245,12 @@ def explain(given: argparse.Namespace) -> int:
 def doctor(given: argparse.Namespace) -> int:
     """Check whether machines are fit to train. Alone it checks this machine. Under a launcher it also checks the
     connections between the ranks. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check could not be completed."""
+    if given.quick:
+        from rankup.doctor import Report, quick
+
+        json_out = sys.stdout if given.as_json else None
+        report = Report(logging.getLogger("rankup"), json_out=json_out)
+        return quick(given.runs, report, num_threads=given.num_threads, num_workers=given.num_workers)
     from rankup.process import Program
 
     program = Program().begin()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import time
 from argparse import Namespace
 from functools import partial
 from importlib import import_module, metadata
@@ -14,15 +15,16 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from rankup.agent.agent import Agent
-from rankup.agent.ends import what_next
+from rankup.agent.ends import Verdict, what_next
 from rankup.agent.logs import guard, setup_logging
+from rankup.agent.operators import tell_end, wait_until_fit
 from rankup.agent.ranks import Options
 from rankup.agent.script import Script
 from rankup.env.allocation import read_allocation, without_job
 from rankup.env.launchers import task_number
 from rankup.env.node_env import Limits, read_node_env
 from rankup.env.rank_env import run_name
-from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError, disk_errors, need
+from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ExpectedError, UserError, disk_errors, exit_code, need
 from rankup.places.files import RUNS, SNAPSHOT, read_json
 from rankup.slurm import Start
 from rankup.slurm_task import note_cause, restart_if_killed
@@ -108,8 +110,9 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,
         shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
         restart_args=tuple(given.restart_args), work_dir=given.work_dir, fork=not given.no_fork,
+        health_check=given.health_check, spot=given.spot,
     )
-    verdict = asyncio.run(Agent(options).run())
+    verdict = _agent(options, on_end=given.on_end if stop_after is None else "")
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
@@ -132,6 +135,34 @@ def own_code_first(here: Path) -> None:
             own = here / place.relative_to(user)
             paths = [*(str(path) for path in (own / "src", own) if path.is_dir()), os.environ.get("PYTHONPATH", "")]
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
+def _agent(options: Options, *, on_end: str) -> Verdict:
+    """Run the agent until the job ends, and again after this node was not fit to rejoin. Run the command of --on-end if
+    this node leads."""
+    began_s = time.monotonic()
+    agent: Agent | None = None
+
+    def tell(code: int, cause: str) -> None:
+        if options.node.node_rank == 0 if agent is None else agent.leads:
+            ranks = [] if agent is None else agent.ranks.ranks
+            run_dir = next((place for rank in ranks if (place := rank.record.run_dir)), options.run_dir)
+            tell_end(on_end, run_dir, code=code, cause=cause, began_s=began_s)
+
+    try:
+        while True:
+            if options.health_check:
+                wait_until_fit(options.health_check)
+            agent = Agent(options)
+            verdict = asyncio.run(agent.run())
+            if not agent.unfit:
+                break
+            log.warning("%s", verdict.text)
+    except ExpectedError as error:
+        tell(exit_code(error), str(error))
+        raise
+    tell(verdict.code or FINISHED, verdict.text)
+    return verdict
 
 
 def _script(given: Namespace) -> Script:

@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from rankup.agent.logs import host_name
+from rankup.agent.operators import tell_end
 from rankup.agent.script import Script
 from rankup.env.allocation import Allocation, without_shape
 from rankup.env.rank_env import run_name
-from rankup.errors import FINISHED, STOPPED, UserError
+from rankup.errors import FAULT, FINISHED, STOPPED, USER_MISTAKE, UserError
 from rankup.slurm_task import SIGNALS, fields, say, scontrol
+from rankup.timing import ON_END_S, ON_REQUEUE_S
 from rankup.urls import is_url
 
 FIRST_STEP_S, MAX_REQUEUES = 120.0, 100
@@ -50,6 +52,7 @@ class Start:
         """`given`: the parsed options of `launch`; `given.line` has the words for the agents."""
         self.given, self.job = given, allocation
         self.stopping = self.ending = False  # somebody asked the job to stop; and it must not be requeued
+        self.requeued, self.began_s = False, time.monotonic()
         self.step: subprocess.Popen[str] | None = None  # srun, while the agents run
         self.mark = Path(f".slurm-{allocation.job_id}").absolute()
         self.run = run_folder(given)
@@ -92,7 +95,21 @@ class Start:
             script.check(os.environ, world_size=1)
 
     def __call__(self) -> int:
-        """Run this start of the job. Returns the exit code."""
+        """Run this start of the job, and then the command of --on-end. Returns the exit code."""
+        code, cause = FAULT, ""
+        try:
+            code = self._run()
+            return code
+        except UserError as error:
+            code, cause = USER_MISTAKE, str(error)
+            raise
+        finally:
+            tell_end(
+                self.given.on_end, self.run, code=code, cause=cause, began_s=self.began_s, requeued=self.requeued,
+                limit_s=ON_REQUEUE_S if self.requeued else ON_END_S,
+            )
+
+    def _run(self) -> int:
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
         with self._marked():
@@ -294,12 +311,14 @@ class Start:
             return code
         # This process survives the death of its node's slurmd, but Slurm then restarts the job on another node
         if (shown.get("Restarts"), shown.get("JobState")) != (str(job.restarts), "RUNNING"):
+            self.given.on_end = ""  # the other start tells
             raise UserError("slurm: Slurm has ended this job or restarted it elsewhere: this process ends.")
         # Slurm will send SIGTERM to every process of this start, and SIGKILL after KillWait
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if subprocess.run(["scontrol", "requeue", job.job], check=False).returncode:
             say(f"Slurm refused to requeue the job: submit it again{name}")
             return code
+        self.requeued = True
         say(f"requeued{where}; start {job.restarts + 1} is over")
         if failed and not self.given.no_exclude:
             self._exclude(failed, shown.get("ExcNodeList", "(null)"))

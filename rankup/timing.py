@@ -25,6 +25,13 @@ PROBE_S = 1.0  # for the greeting of a process that may be a leader
 CLAIM_S = 10.0  # for one small file in the folder that the nodes share
 PREPARE_S = 300.0  # for preparing after all members have come: importing torch from a busy network disk takes minutes
 
+# What operators ask ---------------------------------------------------------------------------------------------------
+ON_END_S = 60.0  # for the command at the end of a job
+ON_REQUEUE_S = 20.0  # the same where Slurm kills a requeued job 30 s after the requeue (KillWait)
+CHECK_S = 120.0  # for the check whether a node is fit
+CHECK_AGAIN_S = 5.0  # between two checks of a node that is not fit
+SPOT_S = 5.0  # between two questions to a metadata server; AWS recommends 5 s, and gives two minutes
+
 # Heartbeats --------------------------------------------------------------------------------------------------------
 ALIVE_S = 1.0  # between two heartbeats
 SILENT_S = 30.0  # a member is lost after this long without a heartbeat; an overloaded machine may look dead before

@@ -22,6 +22,7 @@ import secrets
 import signal
 import time
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from rankup import timing
@@ -29,7 +30,16 @@ from rankup.agent.coordinator import Coordinator, id_of
 from rankup.agent.ends import Verdict
 from rankup.agent.leader_connection import LeaderConnection, elect
 from rankup.agent.logs import host_name
-from rankup.agent.network import Link, chosen_address, interface_variables, is_this_machine, listen, open_port
+from rankup.agent.network import (
+    Link,
+    chosen_address,
+    in_thread,
+    interface_variables,
+    is_this_machine,
+    listen,
+    open_port,
+)
+from rankup.agent.operators import problem, watch_spot
 from rankup.agent.processes import allow_open_files
 from rankup.agent.protocol import ARGUMENTS, MEMBERS, SHARED, Member
 from rankup.agent.quorum import knowledge, same_job
@@ -49,6 +59,7 @@ class Agent:
         self.coordinator: Coordinator | None = None
         self.port = 0  # where this agent serves members while it leads, and otherwise tells callers who leads
         self.places = dict[str, tuple[str, int]]()  # each node's last address; a restarted agent may listen there
+        self.unfit = False  # this node failed its check before it could rejoin
         self._leaves = False  # whether this node leaves for good while the job goes on
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # the address of another agent that says it leads
@@ -76,6 +87,8 @@ class Agent:
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)  # batch systems may send it, and by default it kills
         try:
             await self.ranks.open()
+            if self.options.spot:
+                self.begin(watch_spot(lambda: self._on_signal("SIGTERM")))
             if self.node.node_rank == 0:
                 self._lead()
             self.begin(self.connection.follow(self._on_leader_message))
@@ -131,6 +144,10 @@ class Agent:
     def send(self, kind: str, **values: Any) -> bool:
         """Send a message to the leader. Returns False while no leader is connected."""
         return self.connection.send(kind, **values)
+
+    @property
+    def leads(self) -> bool:
+        return self.coordinator is not None
 
     # Who leads ------------------------------------------------------------------------------------------------------
 
@@ -223,6 +240,11 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs and the fork server can start the next ranks."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
+        check = self.options.health_check if self.ranks.ranks else ""  # before the first ranks `launch` has checked
+        if check and (why := await in_thread(partial(problem, check))):
+            self.unfit = True
+            self.finish(Verdict(LEFT_OUT, f"this node is not fit and leaves the job for now: {why}"))
+            return
         if self.limits is None or self.connection.me.token in self.connection.basis["used"]:
             await self.ranks.server.ready.wait()  # a spare starts no ranks, so it does not wait for imports
         self.ranks.interface = {} if self.alone else interface_variables(os.environ, event["ip"])

@@ -58,6 +58,8 @@ class Options:
     work_dir: str = ""
     fork: bool = True  # fork the ranks of a script that imports rankup
     stop_after: int | None = None  # the last step of this part of a replay
+    health_check: str = ""  # a shell command that ends with 0 on a node that is fit
+    spot: bool = False  # ask the cloud whether it takes this machine away
 
 
 class Asked(IntEnum):

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rankup.agent.logs import host_name
-from rankup.agent.processes import cpu_quota, memory, oom_kills
+from rankup.agent.operators import TOO_LATE, run
+from rankup.agent.processes import cpu_quota, memory, oom_kills, within
 from rankup.env.rank_env import holders, ranges
 from rankup.places.files import write_json
 
@@ -34,6 +35,8 @@ LEAST_CPU = 0.75  # CPUs per thread. Threads of rankup sometimes wait, so slight
 LEAST_MEMORY = 1024 * MIB  # per rank; torch and the smallest model take about half of it
 LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
 LEAST_DISK = 1024 * MIB  # a few checkpoints of a medium-sized model
+DISK_S = 30.0  # limit for the disk check, because a network disk may never answer
+GPU_S = 30.0  # limit for nvidia-smi, which loads the driver if nothing has
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,25 @@ def shared_memory(*, num_workers: int) -> Iterator[Finding]:
     seen = f"/dev/shm: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
     little = free < LEAST_SHM + num_workers * SHM_PER_WORKER
     yield problem("small-shm", seen=seen) if little else Finding("memory", OK, seen)
+
+
+def gpus() -> Iterator[Finding]:
+    """Check that the driver answers for each GPU of NVIDIA. Needs no torch, and takes no memory of a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        yield Finding("devices", OK, "no nvidia-smi on this machine")
+        return
+    code, said = run("nvidia-smi -L", limit_s=GPU_S)
+    seen = f"did not answer within {GPU_S:g} s" if code == TOO_LATE else f"ended with {code}: {said}"
+    yield problem("lost-gpu", what=seen) if code else Finding("devices", OK, f"nvidia-smi lists every GPU: {said}")
+
+
+def quick(run_dir: Path, report: "Report", *, num_threads: int, num_workers: int) -> int:
+    """Run the checks that need neither torch nor other ranks, for --health-check. Warnings are fit, with code 0."""
+    report.add(*limits(ranks=1, threads=num_threads), *shared_memory(num_workers=num_workers))
+    seen = within(DISK_S, lambda: [*disk(run_dir)])
+    report.add(*(seen or [problem("silent-disk", folder=run_dir, timeout_s=DISK_S)]), *gpus())
+    code = report.end()
+    return 0 if code == CODES[WARNING] else code
 
 
 def disk(run_dir: Path) -> Iterator[Finding]:

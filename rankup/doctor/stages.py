@@ -21,14 +21,13 @@ import torch.distributed as dist
 from rankup.agent.logs import host_name
 from rankup.agent.processes import within
 from rankup.agent.protocol import HINT
-from rankup.doctor import OK, Finding, Report, disk, limits, problem, shared_memory
+from rankup.doctor import DISK_S, OK, Finding, Report, disk, limits, problem, shared_memory
 from rankup.env.rank_env import RankEnv, describe, holders, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
 from rankup.group.joining import join, start
 from rankup.group.stop import StopRequest
 
-DISK_S = 30.0  # limit for the disk check, because a network disk may never answer
 STAGE_S = 60.0  # limit for a stage on all ranks,
 STAGE_S_PER_RANK = 0.1  # and what each rank adds to it
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. With it the gradients of a ResNet-50, 102 MB, take 16 s per step

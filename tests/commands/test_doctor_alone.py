@@ -31,6 +31,25 @@ def test_doctor_alone_checks_the_machine_and_names_what_it_skipped(
     assert json.loads((run / "doctor" / "report.json").read_text())["exit_code"] == 0
 
 
+@pytest.mark.parametrize(("script", "threads", "code", "says"), [
+    ("echo GPU 0: H200", 1, 0, "ok       devices      nvidia-smi lists every GPU: GPU 0: H200"),
+    ("echo GPU 0: H200", 10_000, 0, "doctor: fit to train, with warnings"),
+    ("echo Unable to determine the device handle; exit 15", 1, 20, "NOT FIT  devices      nvidia-smi ended with 15"),
+])
+def test_quick_doctor_needs_no_torch_and_asks_the_driver(
+    tmp_path: Path, script: str, threads: int, code: int, says: str
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    words = ("doctor", "--quick", f"--run-dir={tmp_path}/runs", f"--num-threads={threads}")
+    line = [sys.executable, "-m", "rankup", *words]
+    done = subprocess.run(line, env=environment(env), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stderr
+    assert says in done.stdout + done.stderr
+
+
 def full_disk() -> None:
     """Preloaded. Let this process print to a full disk."""
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)

@@ -119,9 +119,12 @@ def test_slurm_job_ends_with_its_agents_code_and_requeues_codes_to_retry(
     """143 without a signal to the job means that somebody else stopped the agents. A requeue resumes the job."""
     job = Scripted(tmp_path, code)
     job.at(40)
-    end, said = job.launch()
+    end, said = job.launch("--on-end", "cat >> told", "train.py")
     assert (end, len(job.requeued()), len(job.steps())) == (code, requeues, 1), said
     assert f"start 1 ended with {code} at step 40" in said
+    told, = job.lines("told")
+    assert (told["run"], told["code"], told["requeued"]) == ("slurm-7", code, bool(requeues))
+    assert "--on-end" not in job.steps()[0]  # the agents may be restarted
 
 
 @pytest.mark.parametrize(
