@@ -3,6 +3,7 @@ into optimizers without the casts that torch makes."""
 
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
             made._metadata = value._metadata
         return made
     return type(value)(mapped(each, change) for each in value) if type(value) in (list, tuple) else value
+
+
+def copied(state: Any, device: torch.device) -> Any:
+    """Return a copy of a state. Tensors on a GPU are copied to the host: the GPU may have no room for a second state.
+    A DTensor's part stays where it is."""
+    tensors = [each for each in tree_leaves(state) if isinstance(each, torch.Tensor)] if device.type == "cuda" else []
+    on_gpu = [each for each in tensors if each.device.type == "cuda" and not hasattr(each, "to_local")]
+    return deepcopy(state, {id(each): each.detach().cpu() for each in on_gpu})
 
 
 def kinds_of(value: Any, path: str = "") -> dict[str, list[str]]:

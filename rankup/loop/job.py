@@ -4,7 +4,6 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from rankup.loop import trained
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import evaluation_batches
 from rankup.loop.cycle import Cycle
+from rankup.loop.filling import copied
 from rankup.loop.passes import Batches
 from rankup.loop.reporting import LoopState, Reporting, Settings
 from rankup.loop.saving import FROZEN, Saving
@@ -168,7 +168,7 @@ class Job:
         self.begin()
         self.tracked.check_unchanged(after_epoch=True)  # the block's commit would hide an earlier change
         again = loop.changes_to_repeat > 0
-        before = deepcopy(self.tracked.state()) if again else {}
+        before = copied(self.tracked.state(), self.device) if again else {}
         with self.commit_lock:
             self._step.inside = True
             yield
@@ -361,7 +361,8 @@ class Job:
         `values`: numbers or scalar tensors of this rank, with the same names on all ranks. Every `log_every_steps`
         steps, the ranks exchange them, and rank 0 writes their mean to `metrics.jsonl` and TensorBoard as
         `train/<name>`. With several ranks, the block begins only when the GPU has the gradients: if a rank were lost
-        before, the host's state (an optimizer's step count) would be a step ahead of the weights.
+        before, the host's state (an optimizer's step count) would be a step ahead of the weights. If a save is copying
+        the state to the host, the GPU, not the host, waits for that copy before it runs the block.
         When the block ends, the step is finished. Then rankup seeds the random numbers from seed, step and rank, and
         saves a copy if one is due. Raises Stopped, after a save, if the job was asked to stop. If the block raises, the
         step is not finished, and the job can't continue.

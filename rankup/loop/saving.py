@@ -25,6 +25,7 @@ from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of, to_json
 from rankup.state.reading import Copy
 from rankup.state.run import Run
+from rankup.state.saver import copy_stream
 from rankup.timing import DECIDE_S
 
 # The longest time that an optimizer's step takes, with a large model on a busy machine's CPU
@@ -47,13 +48,18 @@ class CommitLock:
             # Create the stream now: to create a process's first stream, CUDA waits for an empty queue, and the queue
             # never empties if a rank died. It must not be one of NCCL's: torch reuses its 32 streams of each priority
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self._copies = copy_stream(device)
             self._changed = torch.Event(device)  # recorded after each change: the GPU is done with the newest one
 
     def __enter__(self) -> None:
-        if self._stream is not None and not self._alone:
-            # Wait for the gradients, which never arrive if a rank died. Otherwise the host's state, such as an
-            # optimizer's step count, would be one step ahead of the weights
-            torch.cuda.current_stream(self.device).synchronize()
+        if self._stream is not None:
+            computing = torch.cuda.current_stream(self.device)
+            if not self._alone:
+                # Wait for the gradients, which never arrive if a rank died. Otherwise the host's state, such as an
+                # optimizer's step count, would be one step ahead of the weights
+                computing.synchronize()
+            # The GPU, not the host, waits until the last save has its copy of what the block changes
+            computing.wait_stream(self._copies)
         self._lock.acquire()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from rankup.errors import UserError
 from rankup.loop.changes import options_of
 from rankup.loop.filling import KINDS, Filling, cloned, gathered, kinds_of, laid_out, load_optimizer, mapped
+from rankup.state.saver import check_devices
 from rankup.state.tree import ITEM, TensorFile, encode, place_of
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own value: buffers up to this total size are sent as one
@@ -100,7 +101,7 @@ class Tracked:
             elif isinstance(item, Optimizer):
                 self._optimizers[name] = item
         tensors = encode(self._state_of(items))[1]
-        check_devices({path: tensor.device for path, tensor in tensors.items()}, self._device)
+        check_devices(tensors, self._device)
         self.split |= any(hasattr(tensor, "to_local") for tensor in tensors.values())
         if self.split and self._left_out:
             raise UserError('track: only="trained" must come with modules that each rank holds whole, got split ones.')
@@ -338,17 +339,6 @@ class Tracked:
 
         for optimizer in self._optimizers.values():
             _init_optim_state(optimizer)
-
-
-def check_devices(found: dict[str, torch.device], own: torch.device) -> None:
-    """Raise UserError if a tracked tensor, by its path in `found`, is neither on the CPU nor on `own`, this rank's
-    device: only there rankup knows when a step's work is done. A copy could hold parts of two steps."""
-    for path, device in found.items():
-        if device.type != "cpu" and (device.type, device.index or 0) != (own.type, own.index or 0):
-            raise UserError(
-                f"track: {path} must be on this rank's device, {own}, or on the CPU, got {device}. Put it on "
-                "job.device: rankup keeps no state that a rank spreads over several devices."
-            )
 
 
 def has_state(item: Any) -> bool:

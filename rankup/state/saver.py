@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -297,31 +298,43 @@ class HostCopies:
     than the copy itself, because the kernel clears each page at the first touch."""
 
     def __init__(self, device: torch.device) -> None:
-        # A GPU copies into pinned memory asynchronously, in stream order, while the host continues
-        self._events = [torch.Event(device, enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._events = [torch.Event(device, enable_timing=True) for _ in range(2)] if self._on_gpu else []
         self._buffers: Tensors = {}
+        self._held: list[torch.Tensor] = []  # what the GPU copies now
 
     def take(self, tensors: Tensors) -> Tensors:
-        """Return copies of the tensors as they are now, valid until the next call. On a GPU the copies are complete
-        only after `wait`; work that is queued from now on does not change them."""
+        """Return copies of the tensors as they are now, valid until the next call.
+
+        On a GPU the copies are complete only after `wait`. They are made on `copy_stream`, into pinned memory, beside
+        the work that is queued from now on. That work may read the tensors, but must change none before the computing
+        stream has waited for `copy_stream`, as `rankup.loop.saving.CommitLock` lets it do before each change."""
+        check_devices(tensors, self._device)  # again: the state may have grown since `job.track`
         self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
-        for event in self._events[:1]:
-            event.record()
-        # One call, during which other threads can run, such as those for the lease and the deadlines
-        if tensors:
-            to = [self._buffers[name] for name in tensors]
-            torch._foreach_copy_(to, [*tensors.values()], non_blocking=bool(self._events))
-        for event in self._events[1:]:
-            event.record()
+        to, live = [self._buffers[name] for name in tensors], [*tensors.values()]
+        if self._on_gpu:
+            # An object may make tensors for its state_dict. If they were freed now, the computing stream could use
+            # their memory again before they are copied
+            self._held = live
+            stream, (began, ended) = copy_stream(self._device), self._events
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                began.record()
+                if live:
+                    torch._foreach_copy_(to, live, non_blocking=True)
+                ended.record()
+        elif live:  # one call, during which other threads can run, such as those for the lease and the deadlines
+            torch._foreach_copy_(to, live)
         return self._buffers
 
     def wait(self) -> float:
         """Wait until the device has made the last copies. Return how many seconds the copies took, without the work
         that was queued before them."""
-        if not (self._events and self._buffers):
+        if not (self._on_gpu and self._buffers):
             return 0.0
         began, ended = self._events
         ended.synchronize()
+        self._held = []
         return float(began.elapsed_time(ended)) / 1000
 
     def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -329,4 +342,23 @@ class HostCopies:
         had, like = self._buffers.get(name), torch.empty_like(tensor, device="meta")
         if had is not None and (had.dtype, had.shape, had.stride()) == (like.dtype, like.shape, like.stride()):
             return had
-        return torch.empty_like(tensor, device="cpu", pin_memory=bool(self._events), requires_grad=False)
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._on_gpu, requires_grad=False)
+
+
+@cache
+def copy_stream(device: torch.device) -> Any:
+    """Return the GPU's stream on which all copies of the state to the host are made. Its priority is not that of NCCL's
+    streams, because torch reuses the 32 streams of each priority."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def check_devices(tensors: Tensors, own: torch.device) -> None:
+    """Raise UserError if a tracked tensor is neither on the CPU nor on `own`, this rank's device: only there rankup
+    knows when a step's work is done. A copy could hold parts of two steps."""
+    for path, tensor in tensors.items():
+        device = tensor.device
+        if device.type != "cpu" and (device.type, device.index or 0) != (own.type, own.index or 0):
+            raise UserError(
+                f"track: {path} must be on this rank's device, {own}, or on the CPU, got {device}. Put it on "
+                "job.device: rankup keeps no state that a rank spreads over several devices."
+            )

@@ -49,11 +49,15 @@ def test_change_that_never_ends_leaves_nothing_to_save(monkeypatch: pytest.Monke
 
 
 class Queue:
-    """A GPU's queue of work. `behind`: the newest change is not done yet. `synchronize` waits until `empty` is set."""
+    """A GPU's queue of work. `behind`: the newest change is not done yet. `synchronize` waits until `empty` is set.
+    `calls`: what the host has asked for, in order."""
 
     def __init__(self) -> None:
-        self.behind, self.empty = False, threading.Event()
+        self.behind, self.empty, self.calls = False, threading.Event(), list[object]()
         self.empty.set()
+
+    def wait_stream(self, other: object) -> None:
+        self.calls.append(("computing waits for", other))
 
     def record(self) -> None:
         pass
@@ -73,6 +77,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     # torch has 32 streams of each priority, and reuses them in turn
     numbers = {priority: itertools.cycle(range(32)) for priority in (0, -1)}
     monkeypatch.setattr(saving.torch.cuda, "Stream", lambda device, priority=0: (priority, next(numbers[priority])))
+    monkeypatch.setattr(saving, "copy_stream", lambda device: "copies")
     return made
 
 
@@ -103,6 +108,15 @@ def test_single_process_does_not_wait_for_its_gpu(queue: Queue) -> None:
     with guard:
         guard.position.step = 1
     assert step_at(guard) == 1
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_change_waits_on_the_gpu_for_the_copy_of_a_save(queue: Queue, alone: bool) -> None:
+    """Without a GPU this shows only that the computing stream is told before the change."""
+    guard = CommitLock(Position(), torch.device("cuda"), alone=alone)
+    with guard:
+        queue.calls.append("change")
+    assert queue.calls == [("computing waits for", "copies"), "change"]
 
 
 @pytest.mark.parametrize("ever", [True, False])

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from rankup.errors import UserError
-from rankup.loop.tracked import Tracked, check_devices
+from rankup.loop.tracked import Tracked
 from rankup.loop.trained import watch_optimizers
+from rankup.state.saver import check_devices
 
 
 def parts() -> tuple[dict[str, Any], torch.optim.Optimizer]:
@@ -107,10 +108,23 @@ def test_untracked_optimizer_that_steps_is_named_once() -> None:
 ])
 def test_state_on_another_device_than_the_ranks_is_refused(own: str, device: str, fits: bool) -> None:
     """rankup waits for the work of one device only, so a copy could hold parts of two steps."""
-    found = {"net/0.bias": torch.device("cpu"), "net/1.bias": torch.device(device)}
+    where = {"net/0.bias": "cpu", "net/1.bias": device}
+    found: Any = {path: SimpleNamespace(device=torch.device(each)) for path, each in where.items()}
     refused = pytest.raises(UserError, match=f"net/1.bias must be on this rank's device, {own}, .* got {device}")
     with contextlib.nullcontext() if fits else refused:
         check_devices(found, torch.device(own))
+
+
+@pytest.mark.gpu
+def test_copy_before_a_repeated_change_takes_no_memory_of_the_gpu() -> None:
+    from rankup.loop.filling import copied
+
+    state = {"weights": torch.ones(1000, device="cuda"), "best": {"accuracy": 0.5}}
+    before = torch.cuda.memory_allocated()
+    found = copied(state, torch.device("cuda", 0))
+    assert torch.cuda.memory_allocated() == before
+    state["best"]["accuracy"] = 0.9  # type: ignore[index]
+    assert (found["weights"].device.type, found["best"]["accuracy"]) == ("cpu", 0.5)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,9 @@ import torch
 
 from rankup.env.rank_env import RankEnv
 from rankup.errors import UserError
-from rankup.state import copies
+from rankup.loop.saving import CommitLock
+from rankup.observe.metrics import Position
+from rankup.state import copies, saver
 from rankup.state.saver import HostCopies, Options, Saver
 from tests.rigs.checkpoints import steps, train
 from tests.rigs.fork_server import Forks
@@ -148,16 +150,70 @@ def test_memory_of_a_copy_is_reused_even_if_the_state_has_grown() -> None:
         assert copies.take({"momentum": momentum, "weights": weights})["weights"].data_ptr() == first
 
 
+def test_copy_from_a_gpu_is_made_beside_the_computing_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, this shows the order of calls: the copy begins after the work that is queued now, on a stream of
+    its own, between the two events that measure it. What it reads stays alive until it is done."""
+    calls, copy = list[str](), torch._foreach_copy_
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            calls.append(f"wait for {other}")
+
+        def __enter__(self) -> None:
+            calls.append("begin")
+
+        def __exit__(self, *_: object) -> None:
+            calls.append("end")
+
+    class Event:
+        record, synchronize, elapsed_time = (lambda self: calls.append("event"), lambda self: calls.append("done"),
+                                             lambda self, other: 2000.0)
+
+    def copied(to: Any, live: Any, *, non_blocking: bool) -> None:
+        assert non_blocking
+        calls.append("copy")
+        copy(to, live)
+
+    streams = {}
+    monkeypatch.setattr(saver.torch, "Event", lambda device, enable_timing: Event())
+    monkeypatch.setattr(saver.torch.cuda, "current_stream", lambda device: "computing")
+    monkeypatch.setattr(saver.torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(saver, "copy_stream", lambda device: streams.setdefault(device, Stream()))
+    monkeypatch.setattr(saver.torch, "_foreach_copy_", copied)
+    monkeypatch.setattr(HostCopies, "_buffer_for", lambda self, name, tensor: torch.empty_like(tensor))
+    copies = HostCopies(torch.device("cuda:1"))
+    live = torch.ones(3)
+    assert copies.take({"weights": live})["weights"].tolist() == [1.0] * 3
+    assert copies._held == [live]
+    assert copies.wait() == 2.0
+    assert calls == ["wait for computing", "begin", "event", "copy", "event", "end", "done"]
+    assert (copies._held, [*streams]) == ([], [torch.device("cuda:1")])
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+def test_state_that_has_grown_onto_another_device_is_refused_when_it_is_copied(device: str) -> None:
+    copies = HostCopies(torch.device("cpu"))
+    copies._device = torch.device(device)
+    grown: Any = {"best/weights": SimpleNamespace(device=torch.device("cuda:0"))}
+    with pytest.raises(UserError, match=f"track: best/weights must be on this rank's device, {device}, .* got cuda:0"):
+        copies.take(grown)
+
+
 @pytest.mark.gpu
 def test_copy_from_a_gpu_has_the_state_at_the_time_of_the_request() -> None:
     device = torch.device("cuda", 0)
     weights, copies = torch.ones(50_000_000, device=device), HostCopies(device)
+    guard = CommitLock(Position(), device, alone=True)
     assert copies.wait() == 0.0
     for _ in range(2):
-        weights.fill_(1.0)
-        copied = copies.take({"weights": weights})["weights"]
-        weights.fill_(2.0)
+        with guard:
+            weights.fill_(1.0)
+        copied = copies.take({"weights": weights, "made for it": weights + 1})["weights"]
+        others = [torch.zeros_like(weights) for _ in range(3)]  # they may not get the memory of what is being copied
+        with guard:
+            weights.fill_(2.0)
         assert copies.wait() > 0.0
+        assert (copies._buffers["made for it"] == 2.0).all(), others
         assert copied.is_pinned()
         assert bool((copied == 1.0).all())
 
