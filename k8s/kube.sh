@@ -8,7 +8,7 @@ kind=${FILE:-pytorchjob} cluster=${CLUSTER:-rankup}
 # The default is the image that the manifests name and `make image` builds
 image=${IMAGE:-rankup:$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 # The tests use this release; others may set other variables in the pods
-operator="github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3"
+operator="github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.4"
 context=() # kubectl's current context, unless this script makes a cluster
 
 say() { echo "kube: $*"; }

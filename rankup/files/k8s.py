@@ -31,8 +31,6 @@ def k8s_variables(given: Namespace, variables: dict[str, Any], folder: Path) -> 
     kind, name, path = given.kind, variables["name"], variables["path"]
     least, most, gpus = variables["least"], variables["most"], variables["gpus"]
     elastic = least < most
-    if elastic and kind == "trainjob":
-        raise UserError(f"add: --nodes must be one number with --kind trainjob, got {least}:{most}. Use another kind.")
     for flag, text in (("--queue", given.queue), ("--secret", given.secret), ("--data-claim", given.data_claim)):
         if text and not NAME.fullmatch(text):
             raise UserError(f"add: {flag} must be a name of Kubernetes (small letters, digits, - and .), got {text}.")

@@ -20,7 +20,7 @@ from train.commands.line import parse_args
 from train.config import Config, check_run, load_config
 
 Object = dict[str, Any]
-ELASTIC = (*JOB_KINDS, *(f"{kind}+elastic" for kind in JOB_KINDS if kind != "trainjob"))
+ELASTIC = (*JOB_KINDS, *(f"{kind}+elastic" for kind in JOB_KINDS))
 
 
 def mixes(kind: str) -> list[str]:
@@ -224,11 +224,6 @@ def test_k8s_options_combine_in_any_mix(kind: str, monkeypatch: pytest.MonkeyPat
         check(rendered(what), what)
 
 
-def test_k8s_trainjob_with_a_changing_number_of_pods_is_refused_in_one_line() -> None:
-    with pytest.raises(cli.UserError, match=r"^add: --nodes must be one number with --kind trainjob, got 2:4\."):
-        added("trainjob+elastic")
-
-
 @pytest.mark.parametrize(("words", "said"), [
     (["--queue=My Queue", "train.py"], "--queue must be a name of Kubernetes"),
     (["--secret=a_b", "train.py"], "--secret must be a name of Kubernetes"),
@@ -294,7 +289,7 @@ def test_k8s_name_of_the_job_is_that_of_its_run(tmp_path: Path) -> None:
 def test_k8s_files_name_their_job_in_every_object() -> None:
     """Two jobs side by side share no name, and no selector of one job selects pods of the other."""
     for kind in JOB_KINDS:
-        text = added(f"{kind}+elastic" if kind != "trainjob" else kind).replace("rankup", "my-job")
+        text = added(f"{kind}+elastic").replace("rankup", "my-job")
         documents = list(yaml.safe_load_all(text))
         assert {each["metadata"]["name"] for each in documents} == {"my-job"}
         selectors = [found for each in documents if (found := selector_of(each)) is not None]
