@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rankup.job import open_checkpoint as open_checkpoint
     from rankup.job import open_job as open_job
     from rankup.loop.job import Job as Job
-    from rankup.loop.reporting import Settings as Settings
+    from rankup.loop.settings import Settings as Settings
     from rankup.loop.workers import Workers as Workers
     from rankup.places.files import cache_roots as cache_roots
     from rankup.process import Program as Program
@@ -35,7 +35,7 @@ _HOMES = {
     "JoinError": "errors", "PeerLost": "errors", "Stopped": "errors", "UserError": "errors",
     # For a program of your own, with settings and a command line
     "Program": "process", "RankEnv": "env.rank_env", "Group": "group.group",
-    "Settings": "loop.reporting", "open_job": "job", "open_checkpoint": "job", "Copy": "state.reading",
+    "Settings": "loop.settings", "open_job": "job", "open_checkpoint": "job", "Copy": "state.reading",
     "fetched": "state.second_place", "cache_roots": "places.files", "Workers": "loop.workers",
     # Modules
     "cli": "cli", "seeds": "seeds", "urls": "urls",

@@ -27,7 +27,7 @@ from rankup.errors import ExpectedError, Finished, Stopped, UserError, need
 from rankup.group.group import Group
 from rankup.loop.changes import as_yaml, differing, settings_of
 from rankup.loop.job import Job
-from rankup.loop.reporting import Settings, check_record
+from rankup.loop.settings import Settings, check_record
 from rankup.observe import tracker as trackers
 from rankup.places.files import read_json, runs_folder
 from rankup.places.lease import KEPT

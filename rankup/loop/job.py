@@ -17,8 +17,10 @@ from rankup.loop.batches import evaluation_batches
 from rankup.loop.cycle import Cycle
 from rankup.loop.filling import copied
 from rankup.loop.passes import Batches
-from rankup.loop.reporting import LoopState, Reporting, Settings
+from rankup.loop.position import LoopState
+from rankup.loop.reporting import Reporting
 from rankup.loop.saving import FROZEN, Saving
+from rankup.loop.settings import Settings
 from rankup.loop.step import Step
 from rankup.loop.tracked import Tracked
 from rankup.loop.weights import start_from

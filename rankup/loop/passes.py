@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from rankup.errors import UserError
 from rankup.loop.batches import END, NO_ORDER, Source, Split, source_of
 from rankup.loop.generators import KNOWN
-from rankup.loop.reporting import OVER
+from rankup.loop.position import OVER
 from rankup.loop.trace import Trace, digest_of, digests_of_data
 from rankup.seeds import derive_seed
 

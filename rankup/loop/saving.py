@@ -17,7 +17,8 @@ from rankup.group.group import Group
 from rankup.loop.agreement import Agreement, digests_by_place
 from rankup.loop.changes import Options, differing
 from rankup.loop.filling import KINDS, Filling, cloned, gathered
-from rankup.loop.reporting import FORMAT, VERSIONS, Reporting, Settings
+from rankup.loop.reporting import Reporting
+from rankup.loop.settings import FORMAT, VERSIONS, Settings
 from rankup.loop.tracked import Tracked
 from rankup.observe.metrics import Position
 from rankup.state import copies, memory, tree

@@ -13,7 +13,7 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.group.group import Group
-from rankup.loop.reporting import check_record
+from rankup.loop.settings import check_record
 from rankup.loop.tracked import WRAPPERS
 from rankup.state.copies import MANIFEST, no_check
 from rankup.state.formats import DCP_METADATA, INDEX, read_dcp

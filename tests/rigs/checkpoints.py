@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rankup.loop.reporting import FORMAT, VERSIONS, check_record
+from rankup.loop.settings import FORMAT, VERSIONS, check_record
 from rankup.observe.metrics import Position
 from rankup.state import copies, reading, tree
 from rankup.state.copies import STATE, Content, list_copies, to_json

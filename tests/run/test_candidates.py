@@ -11,7 +11,7 @@ import torch
 
 from rankup.errors import UserError
 from rankup.group.group import Group
-from rankup.loop.reporting import check_record
+from rankup.loop.settings import check_record
 from rankup.places.lease import Lineage
 from rankup.state.choice import CHECKPOINT, PEER, SECOND, Candidate, found_in, in_order
 from rankup.state.memory import write_rescue

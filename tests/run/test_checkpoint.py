@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rankup.loop.reporting import FORMAT
+from rankup.loop.settings import FORMAT
 from rankup.state.copies import find_problem, list_copies
 from tests.rigs.checkpoints import fingerprint, flip, load_checkpoint, load_newest, newest, save, steps, train
 from tests.rigs.fork_server import Forks
