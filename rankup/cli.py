@@ -19,7 +19,19 @@ from typing import NoReturn
 
 from rankup import files
 from rankup.errors import FINISHED, USER_MISTAKE, Stopped, UserError, not_installed
-from rankup.options import AddParser, Option, Parser, codes, nodes, option, ranks, shell_words, unknown_command, whole
+from rankup.options import (
+    AddParser,
+    Option,
+    Parser,
+    address,
+    codes,
+    nodes,
+    option,
+    ranks,
+    shell_words,
+    unknown_command,
+    whole,
+)
 from rankup.places.files import RUNS
 from rankup.places.files import runs_folder as runs_folder
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
@@ -94,6 +106,7 @@ IN_ALLOCATION = (
     option("--stop-grace-s", float, "kill a script S seconds after SIGTERM or SIGINT (%(default)g)", default=110.0),
     option("--on-end", "CMD", argparse.SUPPRESS),
     option("--health-check", "CMD", argparse.SUPPRESS),
+    option("--serve", "PORT", argparse.SUPPRESS, type=address, default=None),
     option("--spot", bool, argparse.SUPPRESS),
     option("--work-dir", "DIR", "folder to run the script in, created if missing (here)"),
     option("--name", "NAME", "name of the run (the script's name)"),
@@ -110,7 +123,7 @@ def launch(given: argparse.Namespace) -> int:
     and gets all words after its name. Parentheses show each default: a value, or the environment variable that sets it.
     RANK and WORLD_SIZE count nodes here. In a Slurm job, run the line once: it uses all nodes, or with --here this one;
     --first-step-s, --max-requeues, --no-exclude, --doctor, --image, --srun-args: slurm/README.md. For operators
-    --on-end, --health-check, --spot: rankup/operators.md."""
+    --on-end, --health-check, --spot, --serve: rankup/operators.md."""
     from rankup.launch import launch
 
     parser, flags = COMMANDS["launch"], {names[0]: names[0][2:].replace("-", "_") for names, _ in IN_ALLOCATION}
@@ -175,13 +188,21 @@ def submit(given: argparse.Namespace) -> int:
 @command(
     "[RUN] [OPTIONS]", ("", "mine --watch"),
     option("run", "RUN", default="", text="a run's name or folder (all runs, a line each)", nargs="?"),
-    RUN_DIR, option("--watch", bool, "show it again every two seconds, until the run ends"), JSON, HOST,
+    RUN_DIR, option("--watch", bool, "show it again every two seconds, until the run ends"),
+    option("--serve", "PORT", "serve /metrics (Prometheus) and /status.json", type=address, default=None),
+    JSON, HOST,
 )
 def status(given: argparse.Namespace) -> None:
     """Show how runs stand. It prints steps, speed, time left, each rank, restarts and goodput, also during training. It
     only reads files, on any machine that sees the run's folder."""
     from rankup.observe.status import status, watch
 
+    if given.serve:
+        from rankup.observe.serve import server
+
+        with server(given.serve, given.runs, given.run) as serving:
+            logging.getLogger("rankup").info("http://%s:%d/metrics and /status.json, until Ctrl-C", *given.serve)
+            serving.serve_forever()
     if given.watch:
         watch(given.runs, given.run)
     else:

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import os
 import re
+import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module, metadata
 from itertools import zip_longest
@@ -21,7 +23,7 @@ from rankup.agent.operators import tell_end, wait_until_fit
 from rankup.agent.ranks import Options
 from rankup.agent.script import Script
 from rankup.env.allocation import read_allocation, without_job
-from rankup.env.launchers import task_number
+from rankup.env.launchers import ProgressEndpoint, task_number
 from rankup.env.node_env import Limits, read_node_env
 from rankup.env.rank_env import run_name
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ExpectedError, UserError, disk_errors, exit_code, need
@@ -112,6 +114,12 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
         restart_args=tuple(given.restart_args), work_dir=given.work_dir, fork=not given.no_fork,
         health_check=given.health_check, spot=given.spot,
     )
+    if given.serve:
+        try:  # imported late: few need it
+            server = import_module("rankup.observe.serve").server(given.serve, given.runs)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        except UserError as error:  # another agent on this machine, which serves the same folder
+            log.warning("%s", error)
     verdict = _agent(options, on_end=given.on_end if stop_after is None else "")
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
@@ -143,11 +151,22 @@ def _agent(options: Options, *, on_end: str) -> Verdict:
     began_s = time.monotonic()
     agent: Agent | None = None
 
+    def leads() -> bool:
+        return options.node.node_rank == 0 if agent is None else agent.leads
+
+    def run_dir() -> Path:
+        ranks = [] if agent is None else agent.ranks.ranks
+        return next((place for rank in ranks if (place := rank.record.run_dir)), options.run_dir)
+
     def tell(code: int, cause: str) -> None:
-        if options.node.node_rank == 0 if agent is None else agent.leads:
-            ranks = [] if agent is None else agent.ranks.ranks
-            run_dir = next((place for rank in ranks if (place := rank.record.run_dir)), options.run_dir)
-            tell_end(on_end, run_dir, code=code, cause=cause, began_s=began_s)
+        end_feed()
+        if leads():
+            tell_end(on_end, run_dir(), code=code, cause=cause, began_s=began_s)
+
+    endpoint = ProgressEndpoint.read(os.environ)
+    end_feed: Callable[[], None] = lambda: None  # noqa: E731
+    if endpoint is not None:
+        end_feed = import_module("rankup.observe.serve").feed(endpoint, run_dir, leads)
 
     try:
         while True:

@@ -156,6 +156,15 @@ def codes(text: str) -> frozenset[int]:
     return frozenset(whole(1, 127)(code) for code in text.split(","))
 
 
+@must_be("a port, or HOST:PORT")
+def address(text: str) -> tuple[str, int]:
+    """Parse the value of --serve. A port alone is one of this machine, which no other machine reaches."""
+    host, _, port = text.rpartition(":")
+    if not 0 < int(port) < 65536:
+        raise ValueError(text)
+    return host or "127.0.0.1", int(port)
+
+
 shell_words = must_be("words as in a shell, with closed quotes")(shlex.split)
 
 

@@ -30,6 +30,7 @@ ON_END_S = 60.0  # for the command at the end of a job
 ON_REQUEUE_S = 20.0  # the same where Slurm kills a requeued job 30 s after the requeue (KillWait)
 CHECK_S = 120.0  # for the check whether a node is fit
 CHECK_AGAIN_S = 5.0  # between two checks of a node that is not fit
+FEED_S = 30.0  # between two reports to the controller of a TrainJob
 SPOT_S = 5.0  # between two questions to a metadata server; AWS recommends 5 s, and gives two minutes
 
 # Heartbeats --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from rankup.errors import UserError
 
@@ -227,3 +228,17 @@ def free_port() -> int:
             probe.bind(("", port))
             return port
     raise OSError(f"no free port among {_PORTS}")
+
+
+class ProgressEndpoint(NamedTuple):
+    """Where a TrainJob of Kubeflow takes reports: an address, and files with a certificate and a token."""
+
+    url: str
+    ca_cert: str
+    token: str
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> "ProgressEndpoint | None":
+        """Return the endpoint that Kubeflow Trainer has set for this pod, or None."""
+        values = [environ.get(f"KUBEFLOW_TRAINER_STATUS_{name}", "") for name in ("URL", "CA_CERT", "TOKEN")]
+        return cls(*values) if values[0] and values[2] else None

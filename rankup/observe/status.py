@@ -89,6 +89,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "step": newest.step if newest else None, "total_steps": newest.total_steps if newest else None,
         "unit": newest.unit if newest else "", "per_s": newest.per_s if newest else None,
         "remaining_s": live.remaining_s if live and state == "running" else None,
+        "last_step_s": round(max(0.0, now - live.time) + live.open_s, 1) if live and state == "running" else None,
         "metrics": newest.metrics if newest else {}, "settings": _settings(run_dir / "config.yaml"),
         "snapshot": summary.get("snapshot", {}),
         "ranks": _ranks(summary, live, newest), "restarts": [_end(run_dir, *each) for each in earlier],
