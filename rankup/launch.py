@@ -34,6 +34,7 @@ from rankup.state.copies import STATE, list_whole
 from rankup.urls import is_url
 
 log = logging.getLogger("rankup")
+LEAST_SILENT_S = 3.0  # three heartbeats
 NO_GROUP = (
     "%s: it and the files that it imports name nothing that connects ranks, such as torch.distributed: each rank will "
     "do the whole work alone, and all will write the same files. Start one rank (--nproc 1), or see train/migrate.md"
@@ -74,6 +75,11 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
     """Run the agent of this node until the job ends. `stop_after`: the last step of a part of a replay, or None."""
     least, most = given.nnodes or (0, 0)
     resizes = least < most or bool(least and given.spares)
+    if given.lost_after_s < LEAST_SILENT_S:
+        raise UserError(
+            f"--lost-after-s must be at least {LEAST_SILENT_S:g}, got {given.lost_after_s:g}. On a busy machine, "
+            "healthy nodes are silent for a second or two."
+        )
     limits = Limits(least, most, given.wait_for_node, given.lost_after_s) if resizes else None
     if limits is None and (given.spares or given.max_failures_per_node):
         raise UserError("--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 with --spares 1.")

@@ -19,6 +19,9 @@ ROUTE_S = 4.0  # for testing the route to the next member: TCP repeats a packet 
 PORT_S = 5.0  # how long an ending process of an earlier job may still hold the port
 GATHER_S = 1.0  # newcomers that reach a running job within this time are admitted together
 RETURN_S = 600.0  # pause before a running job readmits a node that it left out, times how often it left the node out
+# A node that is lost again and again, each time soon after it came, waits before a running job readmits it: not after
+# the first losses, then this long, and twice as long each time, up to RETURN_S
+FREE_LOSSES, BACK_OFF_S = 3, 15.0
 CALL_S = 2.0  # between two calls of a leader to addresses at which another leader may have been started
 FOUND_S = 2 * CALL_S  # minimum wait of a new node 0 for another leader's call, before it begins with fewer nodes
 PROBE_S = 1.0  # for the greeting of a process that may be a leader

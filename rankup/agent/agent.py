@@ -14,7 +14,6 @@ not import rankup. The agent uses no device and no torch. A job whose number of 
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import os
@@ -26,43 +25,35 @@ from functools import partial
 from typing import Any
 
 from rankup import timing
-from rankup.agent.coordinator import Coordinator, id_of
-from rankup.agent.ends import Verdict
-from rankup.agent.leader_connection import LeaderConnection, elect
+from rankup.agent.ends import Verdict, new_job
+from rankup.agent.events import Judged, Rules
+from rankup.agent.leader_files import LeaderFiles, id_of
 from rankup.agent.logs import host_name
-from rankup.agent.network import (
-    Link,
-    chosen_address,
-    in_thread,
-    interface_variables,
-    is_this_machine,
-    listen,
-    open_port,
-)
+from rankup.agent.network import chosen_address, in_thread, interface_variables, is_this_machine, listen, open_port
 from rankup.agent.operators import problem, watch_spot
+from rankup.agent.peers import Peers
 from rankup.agent.processes import allow_open_files
-from rankup.agent.protocol import ARGUMENTS, MEMBERS, SHARED, Member
-from rankup.agent.quorum import knowledge, same_job
+from rankup.agent.protocol import ARGUMENTS, SHARED, Member
 from rankup.agent.ranks import Options, Ranks
+from rankup.agent.votes import Address
 from rankup.errors import LEFT_OUT, STOPPED
 
 log = logging.getLogger("rankup")
 
 
 class Agent:
-    """The agent of this node, from its start until the job is over for it."""
+    """The agent of this node, from its start until the job is over for it. `Meeting` decides what happens with the
+    other members, and `Ranks` has this node's ranks."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.node, self.limits = options, options.node, options.node.limits
         self.alone = self.node.num_nodes == 1
         self.ranks = Ranks(options, send=self.send, on_stop=self._on_signal, begin=self.begin, finish=self.finish)
-        self.coordinator: Coordinator | None = None
+        self.files = LeaderFiles(self.ranks, lambda: self.peers.meeting.leading)
         self.port = 0  # where this agent serves members while it leads, and otherwise tells callers who leads
-        self.places = dict[str, tuple[str, int]]()  # each node's last address; a restarted agent may listen there
         self.unfit = False  # this node failed its check before it could rejoin
         self._leaves = False  # whether this node leaves for good while the job goes on
         self._listener: asyncio.Server | None = None
-        self._elsewhere: tuple[str, int] | None = None  # the address of another agent that says it leads
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked_s = 0.0  # when this agent got its first request to stop
         self._over: asyncio.Future[Verdict]  # set once the job is over for this agent
@@ -78,7 +69,7 @@ class Agent:
         place = await id_of(self.options.shared_dir) if self.options.shared_dir else ""
         if self.node.node_rank == 0 or self.limits is not None:
             await self._listen()
-        self.connection = self._introduce(place)
+        self.peers = self._introduce(place)
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._on_signal, name)
@@ -89,41 +80,54 @@ class Agent:
             await self.ranks.open()
             if self.options.spot:
                 self.begin(watch_spot(lambda: self._on_signal("SIGTERM")))
-            if self.node.node_rank == 0:
-                self._lead()
-            self.begin(self.connection.follow(self._on_leader_message))
+            self.peers.start()
+            self.begin(self.files.report())
             return await self._over
         finally:
             for task in list(self._tasks):
                 task.cancel()
             await self.ranks.end()
-            if self.coordinator is not None:
-                await self.coordinator.close()
+            await self._say_farewell()
+            self.peers.close()
             if self._listener is not None:
                 self._listener.close()
             self.ranks.close()
 
-    def _introduce(self, place: str) -> LeaderConnection:
-        """Return a connection that will describe this agent to the leader. `place`: what `id_of` returned, or ""."""
-        node, limits, words = self.node, self.limits, self.options.script.words
+    def _introduce(self, place: str) -> Peers:
+        """Return the connections that will describe this agent to the others. `place`: what `id_of` returned, or ""."""
+        node, limits, options = self.node, self.limits, self.options
         # Send only a digest of the arguments, because they may be long and may contain a secret
-        settings = self.options.script.must_match()
-        settings[ARGUMENTS] = hashlib.sha256(os.fsencode("\0".join(words))).hexdigest()[:16]
-        if self.options.shared_dir:
+        settings = options.script.must_match()
+        settings[ARGUMENTS] = hashlib.sha256(os.fsencode("\0".join(options.script.words))).hexdigest()[:16]
+        if options.shared_dir:
             settings[SHARED] = place
         if limits is not None:
             settings |= {"--nnodes": f"{limits.least}:{limits.most}"}
         me = Member(
             token=secrets.token_hex(8), first_rank=node.first_rank, num_ranks=node.nproc,
-            world_size=node.world_size, host=host_name(), pid=os.getpid(), left_s=self.options.join_timeout_s,
+            world_size=node.world_size, host=host_name(), pid=os.getpid(), left_s=options.join_timeout_s,
             ip="" if self.alone else chosen_address(os.environ), serves=self.port if limits is not None else 0,
             settings=settings,
         )
-        return LeaderConnection(
-            me, self._find_leader, notice=log.warning,
-            records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
-            silent_s=limits.silent_s if limits is not None else timing.SILENT_S,
+        rules = Rules(
+            limits=limits, shared=bool(options.shared_dir), max_restarts=options.max_restarts,
+            max_failures=options.max_failures, restart_on=options.restart_on, job=new_job(),
+            epoch_s=time.time() - time.monotonic(),
         )
+        master = node.master_addr, node.master_port
+        return Peers(me, rules, self, master=self._master, address=master, leads=node.node_rank == 0)
+
+    async def _master(self) -> Address:
+        return self.node.master_addr, self.node.master_port
+
+    async def _say_farewell(self) -> None:
+        """Stay until the others have heard how the job ends. If a repeated signal ends this agent, tell them first."""
+        self.send("quit")
+        until_s = time.monotonic() + timing.FAREWELL_S
+        leading = self.peers.meeting.leading
+        while leading is not None and len(leading.seats) > 1 and time.monotonic() < until_s:
+            await asyncio.sleep(timing.POLL_S)
+        await self.files.close()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task. If the task raises, `run` ends with the same exception, because nobody awaits the task."""
@@ -142,14 +146,12 @@ class Agent:
             self._over.set_result(verdict)
 
     def send(self, kind: str, **values: Any) -> bool:
-        """Send a message to the leader. Returns False while no leader is connected."""
-        return self.connection.send(kind, **values)
+        """Say something to the leader. Returns False while no leader is connected."""
+        return self.peers.send(kind, **values)
 
     @property
     def leads(self) -> bool:
-        return self.coordinator is not None
-
-    # Who leads ------------------------------------------------------------------------------------------------------
+        return hasattr(self, "peers") and self.peers.meeting.leading is not None
 
     async def _listen(self) -> None:
         """Listen on MASTER_PORT, or on any free port if another agent here needs it. Raises JoinError and UserError."""
@@ -160,83 +162,68 @@ class Agent:
                 open_port("", port).close()
             except OSError:
                 port = 0
-        self._listener = await listen(self._greet, ip="127.0.0.1" if self.alone else "", port=port)
+        accept = lambda *connection: self.peers.accept(*connection)  # noqa: E731
+        self._listener = await listen(accept, ip="127.0.0.1" if self.alone else "", port=port)
         self.port = self._listener.sockets[0].getsockname()[1]
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a member if this agent leads. Else say who leads, and note a caller that leads a newer membership."""
-        if self.coordinator is not None:
-            await self.coordinator.leader.accept(reader, writer)
-            return
-        link, known = Link(reader, writer), knowledge(self.connection.basis, self.connection.me.token)
-        with contextlib.suppress(OSError, ValueError, asyncio.CancelledError):
-            link.send("leader", over="this node does not lead", at=self.connection.at or None, **known)
-            async with asyncio.timeout(timing.HELLO_S):
-                said = await link.receive(MEMBERS)
-                leads = said["is"] == "leads" and said["port"]
-                if leads and said["formed"] >= known["formed"] and same_job(said, known):
-                    self._elsewhere = (link.remote_ip, said["port"])
-        link.close()
+    # What `Peers` asks of this node -----------------------------------------------------------------------------------
 
-    def yield_to(self, ip: str, port: int) -> None:
-        """Stop leading, because the agent at this address leads a newer membership."""
-        if self.coordinator is not None:
-            log.warning("another node leads this job, at %s:%d: this node becomes a member there", ip, port)
-            self._elsewhere = ip, port
-            self._give_up()
+    def heartbeat(self) -> tuple[list[dict[str, Any]], bool]:
+        beats = [record.read().heartbeat() for record in self.ranks.running_records().values()]
+        return beats, self.ranks.server.ready.is_set()
 
-    def _lead(self) -> None:
-        self.coordinator = Coordinator(self.connection.me, self.ranks, places=self.places, outdone=self.yield_to)
+    async def prepare(self, n: int, size: int, job: str, restarts: int) -> Mapping[str, Any]:
+        return await self.files.prepare(n, size, job, restarts)
 
-    def _give_up(self) -> None:
-        if self.coordinator is not None:
-            self.coordinator.give_up()
-        self.coordinator = None
+    async def claim(self, job: str, n: int) -> bool:
+        return await self.files.claim(job, n)
 
-    async def _find_leader(self) -> tuple[str, int]:
-        if self.coordinator is not None:
-            return "127.0.0.1", self.port
-        if self.limits is None:
-            return self.node.master_addr, self.node.master_port
-        elsewhere, self._elsewhere = self._elsewhere, None
-        if (found := await elect(self.connection, self.node, elsewhere)) is None:
-            log.warning("this node leads from now on, because no earlier member answers")
-            self._lead()
-        return found or ("127.0.0.1", self.port)
+    def judged(self, output: Judged) -> None:
+        self.files.judged(output)
+
+    def say(self, text: str) -> None:
+        log.warning("%s", text)
+
+    def fail(self, error: Exception) -> None:
+        if not self._over.done():
+            self._over.set_exception(error)
 
     # Messages of the leader -----------------------------------------------------------------------------------------
 
-    def _on_leader_message(self, event: dict[str, Any]) -> bool:
-        """Act on a message of the leader. Returns whether it is the last one that this agent needs."""
-        kind = event["is"]
+    def hear(self, message: dict[str, Any]) -> None:
+        """Act on a message of the leader."""
+        kind = message["is"]
         if kind == "propose":
-            self.begin(self._get_ready(event))
-        elif kind in ("commit", "spare"):
-            known = self.connection.basis["known"]
-            self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
-            if kind == "spare" or not self.ranks.start(event, token=self.connection.me.token):
-                log.info("this node is a spare: it waits until a node is needed")
+            self.begin(self._get_ready(message))
+        elif kind == "spare" or (kind == "commit" and not self.ranks.start(message, token=self.peers.meeting.me.token)):
+            log.info("this node is a spare: it waits until a node is needed")
         elif kind in ("lost", "gone", "ranks"):
-            self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
+            self.ranks.links.tell(kind, **{name: value for name, value in message.items() if name != "is"})
             if kind in ("lost", "gone"):
-                self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))
+                self.ranks.leave_soon(node_lost=kind == "gone" or bool(message.get("node")))
+            if kind == "gone" and self.peers.meeting.leading is None:
+                self.files.give_up()
+        elif kind == "prepare":
+            begun = [record.ask_to_stop(message["stop"]) for record in self.ranks.running_records().values()]
+            self.send("standing", n=message["n"], stop=message["stop"], step=max(begun, default=-1))
+        elif kind == "confirm":
+            for record in self.ranks.running_records().values():
+                record.confirmed = message["stop"]
         elif kind == "notice":
             self.ranks.notice()
         elif kind == "stop":
-            self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
+            self.ranks.pass_on(message["signal"], change=bool(message.get("change")))
         elif kind == "left_out" and not self._leaves:
-            self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
+            self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {message['why']}"))
         elif kind == "over":
-            self.begin(self._end(Verdict(event["code"], event["text"])))
-            return self.coordinator is None
-        return False
+            self.begin(self._end(Verdict(message["code"], message["text"])))
 
     async def _end(self, verdict: Verdict) -> None:
         """Finish once the ranks have left: if a stop ends the job, ranks that lost a peer may still be saving."""
         await self.ranks.left()
         self.finish(verdict)
 
-    async def _get_ready(self, event: Mapping[str, Any]) -> None:
+    async def _get_ready(self, proposal: Mapping[str, Any]) -> None:
         """Answer a proposal once no rank of an earlier membership runs and the fork server can start the next ranks."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
@@ -245,10 +232,11 @@ class Agent:
             self.unfit = True
             self.finish(Verdict(LEFT_OUT, f"this node is not fit and leaves the job for now: {why}"))
             return
-        if self.limits is None or self.connection.me.token in self.connection.basis["used"]:
+        if proposal["used"]:
             await self.ranks.server.ready.wait()  # a spare starts no ranks, so it does not wait for imports
-        self.ranks.interface = {} if self.alone else interface_variables(os.environ, event["ip"])
-        self.connection.ready(event["n"])
+        self.ranks.interface = {} if self.alone else interface_variables(os.environ, proposal["ip"])
+        if proposal["n"] == self.peers.meeting.basis.n:  # otherwise another one has come meanwhile
+            await self.peers.try_route(proposal["n"], proposal["next"])
 
     # Stops ----------------------------------------------------------------------------------------------------------
 
@@ -265,7 +253,7 @@ class Agent:
             if self._asked_s and after_s > timing.REPEAT_S:
                 self.finish(Verdict(STOPPED, f"{name} again, {after_s:.0f} s after the first: leaving at once"))
             self._asked_s = self._asked_s or time.monotonic()
-        if self.limits is not None and name == "SIGTERM" and (self.send("leaving") or self.connection.basis["n"]):
+        if self.limits is not None and name == "SIGTERM" and (self.send("leaving") or self.peers.meeting.basis.n):
             if not self._leaves:
                 log.info("SIGTERM: this node leaves, and the job goes on without it")
                 self._leave_for_good(Verdict(STOPPED, "this node was asked to leave"))
@@ -288,5 +276,5 @@ class Agent:
             return  # the whole job stops, and the leader will say how it ends
         self.send("left")
         await asyncio.sleep(timing.ENDING_S)
-        self._give_up()
+        self.send("resign")
         self.finish(verdict)

@@ -137,6 +137,7 @@ class Ends:
     world_size: int
     max_restarts: int  # give up after this many restarts in a row without a new step
     restart_on: Collection[int] = ()  # restart after these codes below 128 too
+    elastic: bool = False  # the number of nodes may change, so a lost node is no reason to give up
     restarts: int = 0  # restarts in all memberships so far
     without_progress: int = 0  # restarts since the last new step
     furthest_step: int = 0
@@ -163,7 +164,7 @@ class Ends:
         `next_size`: how many ranks that membership has, by default as many as this one.
 
         An attempt made progress if it reached a new step. An unchanged script reports no steps, so a lost node does not
-        count against it after HEALTHY_S, or if the job has shrunk: that ends at the fewest nodes that the job accepts.
+        count against it in an elastic job, after HEALTHY_S, or if the job has shrunk.
         """
         ends = self.latest = list(self._ends.values())
         self._ends, with_node, self._with_node = {}, self._with_node, {}
@@ -190,7 +191,7 @@ class Ends:
         step = max(end.step for end in ends)
         if step > self.furthest_step:
             self.furthest_step, self.without_progress, self._progressed = step, 0, True
-        elif cause.rank in with_node and (shrinks or with_node[cause.rank] >= HEALTHY_S):
+        elif cause.rank in with_node and (self.elastic or shrinks or with_node[cause.rank] >= HEALTHY_S):
             self.without_progress, self._progressed = 0, True
         if self.without_progress >= self.max_restarts:
             return Verdict(code, f"{cause}; gave up after {self.max_restarts} restarts without progress")

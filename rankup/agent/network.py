@@ -24,7 +24,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import psutil
@@ -38,7 +38,6 @@ T = TypeVar("T")
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 LONGEST = 1 << 20  # bytes of one message; the longest are a commit, which names each host, and a hello, which names
 # each file that the script imports from its folder
-PAGE = 500  # rows of one message; a row has 1,600 bytes at most
 SECRET_FILE = "RANKUP_SECRET_FILE"
 WAY_OUT = f"Set {SECRET_FILE} to the same content on all nodes, or on none"
 NONCE = 32  # bytes of a nonce, and of an HMAC-SHA256
@@ -108,17 +107,6 @@ class Link:
 def encode(kind: str, **values: Any) -> bytes:
     """Return a message as the bytes of one line."""
     return json.dumps({"is": kind, **values}).encode() + b"\n"
-
-
-def pages(ranks: Sequence[Any], nodes: Sequence[Any]) -> bytes:
-    """Return the answer to "ask" as messages of PAGE rows at most: with the rows of 5,000 ranks, one message would be
-    too long. `start`: the place of the page's first rows. `more`: whether another page follows."""
-    starts = range(0, max(1, len(ranks), len(nodes)), PAGE)
-    return b"".join(
-        encode("ranks", ranks=ranks[start:start + PAGE], nodes=nodes[start:start + PAGE], start=start,
-               more=start != starts[-1])
-        for start in starts
-    )
 
 
 def fits(value: Any, form: Any) -> bool:

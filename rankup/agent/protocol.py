@@ -1,47 +1,40 @@
 """The messages between the members of a job: one JSON object per line, over TCP. Imports no torch.
 
-A member is the agent of a node, or of one rank if another launcher started the ranks. The leader runs in the agent of
-rank 0. Each member, also that one, keeps a connection to the leader until the job ends. Members meet as in
-torchelastic's rendezvous: the leader proposes membership `n`, and commits it once all are ready. `n` only grows.
+A member is the agent of a node, or of one rank if another launcher started the ranks. Each member keeps a connection
+to the leader until the job ends. `rankup.agent.meeting` says how they meet.
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, n (last known membership) and its | leader(over, ...): the first message on a connection, see  |
-|   basis, see `rankup.agent.quorum`                 | `quorum.knowledge`; over: why it takes no members, or ""   |
-| leads(..., port): instead of hello, from another   |                                                            |
-|   leader of an elastic job, whose number of nodes  |                                                            |
-|   may change; port 0: from a member without leader |                                                            |
-| alive(ranks, warm): a heartbeat. ranks: see        | alive: a heartbeat                                         |
-|   `Record.heartbeat`; warm: torch is imported      |                                                            |
-| ask: where is each rank of the job?                | ranks(ranks, nodes, start, more): see `Leader.heartbeats`, |
-|                                                    | `Leader.nodes` and `network.pages`                         |
-| ready(n, problem): my ranks have ended, and the    | propose(n, ip, next=[ip, port, name]): your address as     |
-|   route to the next member works if problem is ""  | others see it, and where the next member listens           |
-| leaving, left: this node must leave; it leaves now | basis(basis): this membership's basis has new voters       |
-| has(n, v): the newest basis that I know            |                                                            |
-| standing: see `rankup.agent.record`                | prepare, confirm                                           |
-| all others go to the Leader's `on_message`         | commit(n, ip, hosts=[[host, ranks], ...], port, job,       |
-|                                                    | restarts, **more): port is where rank 0's store listens    |
-|                                                    | lost(n, ranks, host, why, node): membership n is over. node|
-|                                                    | says that the whole node of these ranks is lost            |
-|                                                    | waiting(text): who is missing                              |
-|                                                    | left_out(why): leave, because your ranks failed too often  |
-|                                                    | or another member does not reach you                       |
-|                                                    | spare: wait, the job runs without you                      |
-|                                                    | over(code, text): there will be no more memberships        |
-|                                                    | others come from Leader.tell: stop, ...                    |
+| hello: a Member, age (of the newest basis that it  | leader(over, ...): the first message on a connection, see  |
+|   knows, see `rankup.agent.votes`), warm           |   `leading.knowledge`; over: why it takes no members, or ""|
+| leads(..., port): instead of hello, from another   | show: your basis is newer than mine                        |
+|   leader of an elastic job, whose number of nodes  | propose(n, basis)                                          |
+|   may change; port 0: from a member without leader | commit(n, basis, port, job, restarts, why, store, again,   |
+| shown(basis): answers show                         |   change): port is where rank 0's store listens            |
+| alive(ranks, warm): a heartbeat. ranks: see        | basis(basis): this membership's basis has new voters       |
+|   `Record.heartbeat`; warm: torch is imported      | spare(basis): wait, the job runs without you               |
+| has(age): of the newest basis that I know           | alive: a heartbeat                                         |
+| lacks: I don't have the basis that you changed     | lost(n, ranks, host, why, node): membership n is over. node|
+| ready(n, problem): my ranks have ended, and the    |   says that the whole node of these ranks is lost          |
+|   route to the next member works if problem is ""  | stop(signal, change), notice                               |
+| standing: see `votes.StopAgreement`                | prepare, confirm                                           |
+| ask: where is each rank of the job?                | ranks(ranks, nodes, start, more): see `pages`              |
+| end, ending: an End; a rank has ended, or will     | waiting(text): who is missing                              |
+| stop(signal), notice: this node got a signal       | left_out(why): leave, because your ranks failed too often  |
+| leaving, left: this node must leave; it leaves now |   or another member does not reach you                     |
+| cannot(code, text): it can't start its ranks       | over(code, text): there will be no more memberships        |
 
 No receiver unpickles or executes what arrives. A process that sends anything else is disconnected.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rankup.agent.network import Link
 from rankup.env.rank_env import holders, ranges
 
+PAGE = 500  # rows of one message; a row has 1,600 bytes at most
 MOST_HOSTS = 8  # how many hosts one line names at most
 HINT = (
     "gloo and nccl use any high port between the nodes: open them all, or narrow net.ipv4.ip_local_port_range on every "
@@ -54,11 +47,17 @@ INT = range(-(2**63), 2**63)
 JOB = re.compile(r"[\w.-]{0,200}")  # it becomes a part of file names
 NAME = re.compile(r"[\w !-~]{0,255}")  # printable, because it may be logged
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
-BASIS: dict[str, Any] = {
-    "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
-    "same_arguments?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str]}],
+AGE = (INT, INT, INT, NAME)
+TOKENS = [(str, INT, INT)]
+BASIS: dict[str, Any] = {  # see `votes.Basis.pack`
+    "n": INT, "v": INT, "by": NAME, "job": JOB, "used": TOKENS, "voters": TOKENS, "ran": TOKENS, "left": bool,
+    "before": [(INT, TOKENS)], "same_arguments": bool,
+    "known": {
+        "from?": AGE, "gone": [INT],
+        "more": [(NAME, str, range(65536), range(65536), NAME, range(2**63), range(1, 2**63))],
+    },
 }
-KNOWLEDGE: dict[str, Any] = {"token": str, "n": INT, "formed": INT, "running": bool, "job": JOB}  # see `quorum`
+KNOWLEDGE: dict[str, Any] = {"token": str, "n": INT, "formed": INT, "running": bool, "job": JOB}
 END: dict[str, Any] = {
     "rank": INT, "host": str, "code": INT, "why?": str, "step?": INT, "told?": bool, "suspect?": INT,
 }
@@ -69,19 +68,20 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "hello": {
         "token": NAME, "first_rank": range(2**63), "num_ranks": INT, "world_size": INT, "host": NAME, "pid": INT,
         "left_s": float, "restarts": INT, "ip": NAME, "port": range(65536), "serves": range(65536), "settings": dict,
-        "n": INT, "basis?": BASIS, "warm?": bool,
+        "age": AGE, "warm?": bool,
     },
-    "leads": {**KNOWLEDGE, "port": range(65536)}, "has": {"n": INT, "v": INT}, "ready": {"n": INT, "problem": str},
-    "alive": {"ranks?": [{"rank": INT, "ago_s": float}], "warm?": bool}, "standing": {"n": INT, "step": INT},
+    "leads": {**KNOWLEDGE, "port": range(65536)}, "shown": {"basis": BASIS}, "has": {"age": AGE},
+    "ready": {"n": INT, "problem": str}, "alive": {"ranks?": [{"rank": INT, "ago_s": float}], "warm?": bool},
+    "standing": {"n": INT, "stop": INT, "step": INT}, "cannot": {"code": range(1, 256), "text": str},
     "ending": {"n": INT, **END}, "end": {"n?": INT, **END}, "stop": {"signal": SIGNALS},
 }
 LEADERS: dict[str, dict[str, Any]] = {
     "leader": {**KNOWLEDGE, "over": str, "at?": (str, range(65536))},
     "waiting": {"text": str}, "spare": {"basis": BASIS}, "basis": {"basis": BASIS},
-    "propose": {"n": INT, "ip": str, "next?": (str, range(65536), str), "basis?": BASIS},
+    "propose": {"n": INT, "basis": BASIS},
     "commit": {
-        "n": INT, "ip": str, "hosts": [(str, INT)], "port": range(65536), "job": JOB, "restarts": INT, "why?": str,
-        "store?": bool, "again?": bool, "change?": str, "basis?": BASIS,
+        "n": INT, "port": range(65536), "job": JOB, "restarts": INT, "why?": str, "store?": bool, "again?": bool,
+        "change?": str, "basis": BASIS,
     },
     "prepare": {"n": INT, "stop": INT}, "confirm": {"n": INT, "stop": INT}, "stop": {"signal": SIGNALS},
     "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT},
@@ -89,6 +89,17 @@ LEADERS: dict[str, dict[str, Any]] = {
     "left_out": {"why": str},
     "over": {"code": INT, "text": str},
 }
+
+
+def pages(ranks: Sequence[Any], nodes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the answer to "ask" as messages of PAGE rows at most: with the rows of 5,000 ranks, one message would be
+    too long. `start`: the place of the page's first rows. `more`: whether another page follows."""
+    starts = range(0, max(1, len(ranks), len(nodes)), PAGE)
+    return [
+        {"is": "ranks", "ranks": ranks[start:start + PAGE], "nodes": nodes[start:start + PAGE], "start": start,
+         "more": start != starts[-1]}
+        for start in starts
+    ]
 
 
 @dataclass(frozen=True)
@@ -131,49 +142,6 @@ class Member:
         if not all(isinstance(text, str) for text in member.settings.values()):
             raise ValueError("settings")
         return member
-
-
-# The members as the leader sees them ----------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Seat:
-    """A member and its connection. `unfit`, `leaves` and `has` matter only in elastic jobs."""
-
-    link: Link
-    member: Member
-    claim: range  # the ranks that it had when it came
-    since_s: float  # when it came, or was lost
-    heard_s: float  # when its last message came
-    warm: bool  # whether its fork server has imported torch
-    lost: str = ""  # why it was lost
-    problem: str = ""  # why it does not reach the next member
-    heartbeats: list[dict[str, Any]] = field(default_factory=list)  # the last heartbeats of its ranks
-    heartbeat_s: float = 0.0  # when these came
-    finished: set[int] = field(default_factory=set)  # its ranks that have ended with 0
-    unfit: str = ""  # why it can't be in the next membership
-    leaves: bool = False  # whether it was asked to leave
-    has: tuple[int, ...] = ()  # the `quorum.age` of the newest basis that it knows
-
-    @property
-    def name(self) -> str:
-        return f"node {self.claim.start // self.member.num_ranks} on {self.member.host}"
-
-
-class Seats(dict[Link, Seat]):
-    """The seats of all connected members, by connection."""
-
-    @property
-    def members(self) -> list[Member]:
-        """The connected members, by rank."""
-        return sorted((seat.member for seat in self.values()), key=lambda member: member.first_rank)
-
-    @property
-    def tokens(self) -> set[str]:
-        return {seat.member.token for seat in self.values()}
-
-    def of(self, token: str) -> Seat | None:
-        return next((seat for seat in self.values() if seat.member.token == token), None)
 
 
 # Texts about members, for users ---------------------------------------------------------------------------------------

@@ -37,15 +37,14 @@ if not __package__:
 import psutil
 
 from rankup import timing
-from rankup.agent.ends import End
-from rankup.agent.leader import Leader
-from rankup.agent.leader_connection import LeaderConnection
+from rankup.agent.events import LOCAL, Ended, Judged, Rules
 from rankup.agent.network import LONGEST, Link, address_of, in_thread, interface_variables, listen
+from rankup.agent.peers import Peers
 from rankup.agent.processes import state_of
 from rankup.agent.protocol import MEMBERS, Member
 from rankup.agent.record import Record
 from rankup.env.rank_env import is_loopback
-from rankup.errors import FINISHED, JOIN_FAILED, ExpectedError, UserError, reason
+from rankup.errors import JOIN_FAILED, ExpectedError, UserError, reason
 from rankup.places.files import write_atomically
 
 _started = list["subprocess.Popen[bytes]"]()  # Python warns if it forgets a process that still runs
@@ -72,17 +71,13 @@ class RankAgent:
     the id of the attempt. `local_rank`: the rank's index on its machine. `silent_s`: the rank's `timing.SILENT_S`."""
 
     def __init__(self, rank: Link, record: Record, pid: int, begin: Mapping[str, Any]) -> None:
-        self._rank, self._begin, self._pid = rank, begin, pid
+        self._rank, self._record, self._begin, self._pid = rank, record, begin, pid
         timing.SILENT_S = begin["silent_s"]
         self._file = Path(begin["file"]) if begin["file"] else None
         me = Member(token=secrets.token_hex(8), **begin["member"])
-        self._connection = LeaderConnection(
-            me, self._find_leader, notice=self._say, records=lambda: {me.first_rank: record},
-            silent_s=timing.SILENT_S,
-        )
-        self._leader: Leader | None = None
-        if me.first_rank == 0:
-            self._leader = Leader(me, log=self._say, prepare=self._prepare, on_message=self._on_member_message)
+        self._leads = me.first_rank == 0
+        rules = Rules(once=True, job=begin["job"])
+        self._peers = Peers(me, rules, self, master=self._find_leader, leads=self._leads)
         self._port: int = begin["listen"][1]
         self._found: asyncio.Future[Mapping[str, Any]] | None = None  # the answer to "find"
         self._member = False  # whether this rank belongs to a membership
@@ -94,30 +89,28 @@ class RankAgent:
         takes_part, _ = asyncio.create_task(self._take_part()), asyncio.create_task(self._stop_with_rank())
         takes_part.add_done_callback(self._report_failure)
         await listens
-        self._connection.close()
-        until_s = time.monotonic() + timing.LAST_MESSAGE_S
-        while self._member and self._leader and self._leader.seats and time.monotonic() < until_s:
-            await asyncio.sleep(timing.POLL_S)  # they learn that this rank is lost, and leave
+        leading = self._peers.meeting.leading
+        if leading is not None:
+            self._peers.take(Ended(LOCAL))
+            until_s = time.monotonic() + timing.LAST_MESSAGE_S
+            while self._member and leading.seats and time.monotonic() < until_s:
+                await asyncio.sleep(timing.POLL_S)  # they learn that this rank is lost, and leave
+        self._peers.close()
 
     async def _take_part(self) -> None:
-        if self._leader is None:
-            await self._connection.follow(self._on_message)
-            return
-        server = await listen(self._leader.accept, ip=self._begin["listen"][0], port=self._port)
-        self._port = server.sockets[0].getsockname()[1]
-        if self._file is not None:
-            await in_thread(self._publish)
-        self._rank.send("listens", port=self._port)
-        watch = asyncio.create_task(self._leader.watch())
-        await self._connection.follow(self._on_message)
-        await watch  # never returns: the leader must keep informing the other members
+        if self._leads:
+            server = await listen(self._peers.accept, ip=self._begin["listen"][0], port=self._port)
+            self._port = server.sockets[0].getsockname()[1]
+            if self._file is not None:
+                await in_thread(self._publish)
+            self._rank.send("listens", port=self._port)
+        self._peers.start()
 
     def _report_failure(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            code = error.code if isinstance(error, ExpectedError) else JOIN_FAILED
-            self._rank.send("over", code=code, text=reason(error), quiet=False)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.fail(error)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         self._rank.send("say", text=text)
 
     # The rank -----------------------------------------------------------------------------------------------------
@@ -135,7 +128,7 @@ class RankAgent:
             except (ConnectionError, asyncio.InvalidStateError):
                 return
             if message["is"] != "found":
-                self._send(**message)
+                self._peers.send(message.pop("is"), **message)
             elif self._found is not None and not self._found.done():
                 self._found.set_result(message)
 
@@ -154,61 +147,51 @@ class RankAgent:
             while state_of(self._pid) == "T":
                 time.sleep(timing.PAUSE_S)  # not asyncio's: nothing else may run
 
-    def _send(self, **message: Any) -> None:
-        """Pass a message of the rank on to the leader."""
-        kind = message.pop("is")
-        if self._leader is not None:
-            self._leader.take(kind, **message)
-        else:
-            self._connection.send(kind, **message)
-
     # The meeting --------------------------------------------------------------------------------------------------
 
-    def _on_message(self, event: dict[str, Any]) -> bool:
-        """Handle a message of the leader. Returns True once this membership is lost: the process belongs to only one
-        membership, and must not disturb the next one."""
-        kind = event["is"]
+    def hear(self, message: dict[str, Any]) -> None:
+        """Act on a message of the leader. The process belongs to only one membership, and must not disturb the next."""
+        kind, values = message["is"], {name: value for name, value in message.items() if name != "is"}
         if kind == "propose":
-            self._variables = interface_variables(os.environ, event["ip"])
-            self._connection.ready(event["n"])
+            self._variables = interface_variables(os.environ, message["ip"])
+            self._testing = asyncio.create_task(self._peers.try_route(message["n"], message["next"]))
+        elif kind == "prepare":
+            step = self._record.ask_to_stop(message["stop"])
+            self._peers.send("standing", n=message["n"], stop=message["stop"], step=step)
+        elif kind == "confirm":
+            self._record.confirmed = message["stop"]
         elif kind == "commit":
             self._member = True
-            self._rank.send("commit", **{name: value for name, value in event.items() if name != "is"},
-                            variables=self._variables)
+            self._rank.send("commit", **values, variables=self._variables)
         elif self._member:
-            self._rank.send(kind, **{name: value for name, value in event.items() if name != "is"})
+            self._rank.send(kind, **values)
         elif kind == "over":
             # One rank per machine prints the text, and the rank that the text names
-            quiet = self._begin["local_rank"] > 0 and self._connection.me.who not in event["text"]
-            self._rank.send("over", code=event["code"], text=event["text"], quiet=quiet)
-        return self._member and kind in ("lost", "gone")
+            quiet = self._begin["local_rank"] > 0 and self._peers.meeting.me.who not in message["text"]
+            self._rank.send("over", code=message["code"], text=message["text"], quiet=quiet)
+        if self._member and kind in ("lost", "gone") and not self._leads:
+            self._peers.close()
 
-    async def _prepare(self, n: int) -> Mapping[str, Any]:
-        """Return what a commit says besides its members, on the leader."""
-        assert self._leader is not None
-        # If the launcher has restarted any rank, this is a restart of the job, even if rank 0's own count is 0
-        restarts = max(member.restarts for member in self._leader.chosen)
-        return {"port": self._begin["store_port"], "job": self._begin["job"], "restarts": restarts}
+    def heartbeat(self) -> tuple[list[dict[str, Any]], bool]:
+        return [self._record.read().heartbeat()], True
 
-    def _on_member_message(self, member: Member, message: Mapping[str, Any]) -> None:
-        """Handle a member's message, on the leader. If one rank fails, all ranks end, the leader too, and the launcher
-        restarts them. New ranks that come too early wait for the next leader, even if their settings differ."""
-        assert self._leader is not None
-        over = message["is"] == "lost"
-        if message["is"] == "stop":
-            self._leader.stop(message["signal"])
-        elif message["is"] == "end" and message["code"] != FINISHED:
-            over = self._leader.running
-            self._leader.lose_by(member, End.read(message))
-        if over:
-            self._leader.over = "the job at this address is about to end"
+    async def prepare(self, n: int, size: int, job: str, restarts: int) -> Mapping[str, Any]:
+        return {"port": self._begin["store_port"], "store": False, "again": False}
+
+    async def claim(self, job: str, n: int) -> bool:
+        return False  # the job is not elastic
+
+    def judged(self, output: Judged) -> None:
+        """Write nothing: each rank writes its own end."""
+
+    def fail(self, error: Exception) -> None:
+        code = error.code if isinstance(error, ExpectedError) else JOIN_FAILED
+        self._rank.send("over", code=code, text=reason(error), quiet=False)
 
     # Where the leader is ------------------------------------------------------------------------------------------
 
     async def _find_leader(self) -> tuple[str, int]:
         """Return the leader's host and port. Raises OSError if they are not published yet, or UserError."""
-        if self._leader is not None:
-            return "127.0.0.1", self._port
         if (file := self._file) is not None:
             if found := await in_thread(lambda: read_address(file)):
                 return found

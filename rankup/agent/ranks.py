@@ -23,7 +23,6 @@ from rankup.agent.logs import OutputReader, announce_stacks, host_name, last_exc
 from rankup.agent.network import in_thread
 from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, in_background, oom_kills
 from rankup.agent.protocol import KILLED
-from rankup.agent.quorum import NONE
 from rankup.agent.record import Record
 from rankup.agent.script import Script
 from rankup.env.node_env import NodeEnv
@@ -158,7 +157,9 @@ class Ranks:
             log.warning("the process that forks the ranks was killed: another one is started")
             self._start_server()
         else:  # the server was killed while it imported torch, which would happen to the next one too
-            self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
+            why = f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"
+            self.send("cannot", code=KILLED, text=why)  # the others would wait for this node in vain
+            self.finish(Verdict(KILLED, why))
 
     # The start of a membership --------------------------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class Ranks:
         if self._asked is Asked.CHANGE:
             self._asked, self._passed_on = Asked.NOTHING, ""
         if self.node.limits is not None:
-            used = (commit.get("basis") or NONE)["used"]
+            used = commit["basis"]["used"]
             if token not in used:  # ranks of an earlier membership may still run; their ends do not matter now
                 return False
             self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])

@@ -11,7 +11,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -254,43 +254,3 @@ class Record(ctypes.Structure):
         self.stop = step
         begun: int = self.step
         return begun
-
-
-# How all ranks stop before the same step ------------------------------------------------------------------------------
-
-MARGIN = 2  # how many steps after the furthest rank all ranks are asked to stop; doubled each time this was too few
-
-
-class StopAgreement:
-    """The leader's side of the agreement. A rank writes the step that it is about to begin, then reads the step before
-    which to stop (`may_begin`). A member writes the step to stop before, then reads the rank's step (`ask_to_stop`). No
-    rank waits inside a step. A rank that does not come that far within REACH_S keeps its last finished step and leaves.
-
-    | prepare(n, stop)        | leader | make your ranks wait before step `stop`, and report how far they are     |
-    | standing(n, step)       | member | the furthest step that one of my ranks has begun, after I wrote `stop`   |
-    | confirm(n, stop)        | leader | no rank has begun `stop`, and none will: stop before it                  |
-
-    `step`: the step before which to stop. Its first value, 0, only asks how far all ranks are. `confirmed`: no rank has
-    begun `step`, or will begin it."""
-
-    def __init__(self, members: Iterable[object]) -> None:
-        self.members = frozenset(members)
-        self.step, self.confirmed = 0, False
-        self._margin, self._answers = MARGIN, dict[object, int]()  # the answer of each member about `step`
-
-    def answer(self, member: object, *, step: int) -> bool:
-        """Take a member's `standing`, which answers a `prepare`. Returns whether all members have answered. The leader
-        then confirms `step` if `confirmed` is set, and otherwise prepares the new `step`."""
-        if member not in self.members:  # a spare; `prepare` goes to spares too
-            return False
-        self._answers[member] = step
-        if len(self._answers) < len(self.members):
-            return False
-        furthest = max(self._answers.values())
-        if furthest < self.step:
-            self.confirmed = True
-        else:
-            self.step = furthest + self._margin
-            self._margin *= 2
-            self._answers = {}
-        return True

@@ -13,15 +13,13 @@ import pytest
 
 from rankup import timing
 from rankup.agent.agent import Agent
-from rankup.agent.coordinator import Coordinator
-from rankup.agent.ends import End
+from rankup.agent.ends import End, ScriptStatus
+from rankup.agent.leader_files import LeaderFiles
 from rankup.agent.network import encode
-from rankup.agent.quorum import NONE
 from rankup.agent.ranks import Options, Rank, Ranks
 from rankup.agent.record import Record
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
-from tests.rigs.meeting_room import member
 
 
 def options(tmp_path: Path, text: str) -> Options:
@@ -164,21 +162,6 @@ def test_rank_is_killed_once_it_writes_no_more(
     )]
 
 
-@pytest.mark.parametrize(("job", "restarts"), [("", 0), ("earlier", 2)])
-def test_first_membership_is_no_restart_even_after_a_failed_proposal(tmp_path: Path, job: str, restarts: int) -> None:
-    """Otherwise the script would get the arguments of a restart, but find nothing to resume."""
-    async def scene() -> None:
-        ranks = made(tmp_path)
-        ranks.server = SimpleNamespace(start_store=lambda listener: None)  # type: ignore[assignment]
-        coordinator = Coordinator(member(0), ranks, places={}, outdone=print)
-        coordinator.leader.basis = {**NONE, "job": job}
-        said = await coordinator._prepare(3)
-        assert (said["restarts"], said["again"]) == (restarts, restarts > 0)
-        coordinator.give_up()
-
-    asyncio.run(scene())
-
-
 @pytest.mark.parametrize("hangs", [False, True])
 def test_run_is_taken_once_even_if_a_member_is_lost_meanwhile(tmp_path: Path, hangs: bool) -> None:
     """Otherwise the script would start from the beginning, or the job would find that its own run has an owner."""
@@ -189,18 +172,21 @@ def test_run_is_taken_once_even_if_a_member_is_lost_meanwhile(tmp_path: Path, ha
         return go.wait(600)
 
     async def scene() -> None:
-        coordinator = Coordinator(member(0), made(tmp_path, text="pass\n"), places={}, outdone=print)
-        assert coordinator.status is not None
-        coordinator.status.take = take  # type: ignore[method-assign]
-        lost = asyncio.create_task(coordinator._prepare(1))
+        leading: Any = SimpleNamespace(proposed=1)
+        files = LeaderFiles(made(tmp_path, text="pass\n"), lambda: leading)
+        files.status = ScriptStatus(tmp_path)
+        files.status.take = take  # type: ignore[method-assign]
+        lost = asyncio.create_task(files.prepare(1, 1, "job", 0))
         while not taken:
             await asyncio.sleep(0.01)
-        lost.cancel()
+        leading.proposed = 2
         if hangs:
+            lost.cancel()
             return
         go.set()
-        assert (await coordinator._prepare(2))["again"]
-        coordinator.give_up()
+        assert (await files.prepare(2, 1, "job", 0))["again"]
+        assert (await lost)["port"] == 0, "nobody reads it"
+        files.give_up()
 
     asyncio.run(scene())  # the end of the agent does not wait for the disk either
     assert len(taken) == 1
@@ -212,7 +198,7 @@ def test_ended_job_waits_for_ranks_that_still_write_their_state(tmp_path: Path) 
         agent, written = Agent(options(tmp_path, "import rankup\n")), asyncio.Event()
         agent._over = asyncio.get_running_loop().create_future()
         agent.ranks._leaving = agent.begin(written.wait())  # type: ignore[arg-type]
-        assert agent._on_leader_message({"is": "over", "code": 143, "text": "SIGTERM"})
+        agent.hear({"is": "over", "code": 143, "text": "SIGTERM"})
         for _ in range(20):
             await asyncio.sleep(0)
         assert not agent._over.done()

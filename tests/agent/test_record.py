@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rankup.agent.record import MARGIN, NO_LIMIT, PhaseClock, Record, StopAgreement
+from rankup.agent.record import NO_LIMIT, PhaseClock, Record
+from rankup.agent.votes import MARGIN, StopAgreement
 from tests.rigs.jobs import ROOT, environment
 
 # What a rank does before it is killed
@@ -165,7 +166,7 @@ def stop_all(chance: random.Random, members: list[Member]) -> int:
         if event < 0.1 and member.inbox:
             member.take()
         elif event < 0.2 and member.outbox:
-            if agreement.answer(member, step=member.outbox.popleft()):
+            if agreement.answer(member, stop=agreement.step, step=member.outbox.popleft()):
                 for each in members:
                     each.inbox.append(("confirm" if agreement.confirmed else "prepare", agreement.step))
         else:
@@ -191,12 +192,12 @@ def test_refused_step_is_raised_by_twice_the_margin_after_all_answers() -> None:
     steps = []
     for furthest in (7, 20, 100):
         for who in ("a", "a", "stranger"):
-            assert not agreement.answer(who, step=furthest)
-        assert agreement.answer("b", step=0)
+            assert not agreement.answer(who, stop=agreement.step, step=furthest)
+        assert agreement.answer("b", stop=agreement.step, step=0)
         steps.append(agreement.step)
     assert steps == [7 + MARGIN, 20 + 2 * MARGIN, 100 + 4 * MARGIN]
     assert not agreement.confirmed
-    assert [agreement.answer(who, step=4) for who in "ab"] == [False, True]
+    assert [agreement.answer(who, stop=agreement.step, step=4) for who in "ab"] == [False, True]
     assert agreement.confirmed
 
 

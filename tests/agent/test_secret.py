@@ -21,8 +21,8 @@ from rankup.agent.network import NONCE, SECRET_FILE, Link, encode, greeting, lis
 from rankup.agent.protocol import Member
 from rankup.errors import UserError
 from tests.agent.test_launch import WAITS, add_node
-from tests.agent.test_leader_connection import fake_leader
 from tests.agent.test_membership import Nodes
+from tests.agent.test_peers import fake_leader
 from tests.rigs.jobs import Job, ended, free_port, wait_for
 from tests.rigs.meeting_room import BOUND_S, asynchronous
 

@@ -80,6 +80,7 @@ MISTAKES = {
     "doctor --join-timeout-s soon": "--join-timeout-s must be a number of seconds >= 0, got soon.",
     "launch --stop-grace-s=-1 x.py": "--stop-grace-s must be a number of seconds >= 0, got -1.",
     "launch --lost-after-s nan x.py": "--lost-after-s must be a number of seconds >= 0, got nan.",
+    "launch --lost-after-s 1 x.py": "--lost-after-s must be at least 3, got 1. On a busy machine, healthy nodes are",
     "explain": "no run with logs was found in runs. Name its folder, or set --run-dir.",
     "launch": "SCRIPT must be given. See rankup launch --help.",
     "launch --nporc 2 x.py": 'unknown argument "--nporc"; did you mean --nproc?',

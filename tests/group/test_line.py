@@ -15,6 +15,7 @@ import pytest
 
 from rankup import timing
 from rankup.agent import network
+from rankup.agent.protocol import pages
 from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PEER_LOST
@@ -130,12 +131,13 @@ def test_places_of_many_ranks_come_in_pages() -> None:
     watch, longest = watchdog_of(1, waiting=True), "x" * 256
     places = [{**heartbeat(rank), "location": longest, "ago_s": 0.5} for rank in range(6000)]
     nodes = [{"node": node, "why": longest} for node in range(750)]
-    messages = network.pages(places, nodes).splitlines(keepends=True)
-    assert max(map(len, messages)) < network.LONGEST < len(network.encode("ranks", ranks=places, nodes=nodes))
+    messages = pages(places, nodes)
+    assert max(len(json.dumps(message)) for message in messages) < network.LONGEST
+    assert len(network.encode("ranks", ranks=places, nodes=nodes)) > network.LONGEST
     for _ in range(2):
         for message in messages:
             assert not watch._answered.is_set()
-            watch.on_message(json.loads(message))
+            watch.on_message(message)
         assert watch._answered.is_set()
         assert [each["rank"] for each in watch._heartbeats] == [*range(6000)]
         assert watch.nodes == nodes

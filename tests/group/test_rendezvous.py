@@ -1,7 +1,7 @@
 """Joining: ranks that are missing, double, different or in the way are named on every rank, in time, with the right
 code.
 
-Real processes. The failures run at the same time, because most of them only wait. test_leader_connection.py tests why
+Real processes. The failures run at the same time, because most of them only wait. test_peers.py tests why
 rank 0 is not there, and test_namespaces.py separate machines."""
 
 import asyncio

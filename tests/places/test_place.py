@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.agent.coordinator import id_of
+from rankup.agent.leader_files import id_of
 from rankup.errors import PeerLost, UserError
 from rankup.places import place
 from rankup.places.files import staged, write_atomically

@@ -74,7 +74,7 @@ class Sequence:
         for node in self.net.nodes:
             node.run("mount -t tmpfs tmpfs /dev/shm")  # each node needs its own memory: a rescue is written there
         self.options = (f"--nnodes={self.least}:{self.most}", f"--spares={self.count - self.most}",
-                        "--wait-for-node=0.5", "--lost-after-s=2", "--join-timeout-s=100", "--max-restarts=100")
+                        "--wait-for-node=0.5", "--lost-after-s=3", "--join-timeout-s=100", "--max-restarts=100")
         self.agents: dict[int, Process] = {}
         self.outputs: list[tuple[str, Process]] = []
         self.frozen: dict[int, list[psutil.Process]] = {}

@@ -22,13 +22,14 @@ from PIL import Image
 
 from rankup import timing
 from rankup.agent.agent import Agent
-from rankup.agent.ends import End, Ends
-from rankup.agent.leader import Leader
-from rankup.agent.leader_connection import LeaderConnection
+from rankup.agent.ends import End
+from rankup.agent.events import Rules
 from rankup.agent.network import LONGEST, Link, encode
+from rankup.agent.peers import Peers
 from rankup.agent.protocol import Member
 from rankup.agent.rank_agent import read_address
-from rankup.agent.ranks import Options
+from rankup.agent.ranks import Options, Rank
+from rankup.agent.record import Record
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import JoinError, UserError
@@ -194,50 +195,80 @@ def read_run(folder: Path) -> None:
 
 
 def frames() -> Files:
-    me = Member("t1", 0, 2, 2, "node0", 1, 9.0, settings={"a": "b"})
+    me = Member("t1", 1, 1, 2, "node0", 1, 9.0, settings={"a": "b"})
     end = End(1, "", 1, "x", 7).entry()
-    said = [encode("hello", **asdict(me), n=0),
+    said = [encode("hello", **asdict(me), age=(0, 0, 0, ""), warm=True), encode("shown", basis=BASIS),
+            encode("has", age=(1, 1, 1, "t0")), encode("lacks"),
             encode("alive", ranks=[{"rank": 0, "ago_s": 0.1}]), encode("ready", n=1, problem=""), encode("ask"),
-            encode("stop", signal="SIGTERM"), encode("standing", n=1, step=3),
+            encode("stop", signal="SIGTERM"), encode("standing", n=1, stop=0, step=3),
             encode("ending", n=1, **end), encode("end", n=1, **end)]
     return {"frames": b"".join(said)}
 
 
+class Nobody:
+    """A node without ranks, which is always ready."""
+
+    peers: Peers
+
+    def hear(self, message: dict[str, Any]) -> None:
+        if message["is"] == "propose":
+            self.peers.send("ready", n=message["n"], problem="")
+
+    def heartbeat(self) -> tuple[list[dict[str, Any]], bool]:
+        return [], True
+
+    async def prepare(self, n: int, size: int, job: str, restarts: int) -> dict[str, Any]:
+        return {"port": 1, "store": False, "again": False}
+
+    async def claim(self, job: str, n: int) -> bool:
+        return True
+
+    def judged(self, output: Any) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+
+async def nowhere() -> tuple[str, int]:
+    raise ConnectionError("nowhere")
+
+
 async def read_frames(data: bytes) -> None:
-    def hear(member: Member, message: Any) -> None:  # as the agent of rank 0 does
-        if message["is"] == "end":
-            ends.add(End.read(message))
-        elif message["is"] == "ending":
-            leader.lose_by(member, End.read(message))
-        elif message["is"] == "stop":
-            leader.stop(message["signal"])
-
-    async def prepare(n: int) -> dict[str, Any]:
-        return {}
-
     broken: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
-    ends, me = Ends(2, 3, frozenset()), Member("t0", 0, 1, 2, "node0", 1, 9.0)
-    leader = Leader(me, log=lambda text: None, prepare=prepare, on_message=hear)
-    await leader.accept(*_said(data))
-    leader.tick()
+    node, me = Nobody(), Member("t0", 0, 1, 2, "node0", 1, 9.0)
+    node.peers = Peers(me, Rules(), node, master=nowhere, leads=True)
+    node.peers.start()
+    await node.peers.accept(*_said(data))
+    for _ in range(9):
+        await asyncio.sleep(0)
+    node.peers.close()
     assert not broken, broken
+
+
+BASIS = {"n": 1, "v": 0, "by": "t0", "job": "20260102T030405-ab", "used": [("", 0, 2)], "voters": [("", 0, 2)],
+         "ran": [("gone", 0, 0)], "left": False, "before": [(0, [])], "same_arguments": True,
+         "known": {"gone": [], "more": [("t1", "127.0.0.1", 1, 1, "a", 2, 2), ("t0", "127.0.0.1", 1, 1, "b", 0, 2)]}}
 
 
 def words() -> Files:
     """What a member hears from its leader, and an agent from its ranks."""
-    basis = {"n": 1, "v": 0, "job": "20260102T030405-ab", "used": ["t1", "t2"], "voters": ["t1", "t2"],
-             "known": [["t2", "127.0.0.1", 1, "node0"]], "before": []}
-    said = [encode("waiting", text="for node 0"), encode("propose", n=1, ip="127.0.0.1", next=None, basis=basis),
-            encode("propose", n=1, ip="127.0.0.1", next=["127.0.0.1", 1, "rank 0 on node0"]),
-            encode("commit", n=1, ip="127.0.0.1", hosts=[["node0", 2], ["node1", 2]], restarts=0, why="", port=4711,
-                   job="20260102T030405-ab", store=True, again=False, change="membership 1", basis=basis),
+    later = {**BASIS, "n": 2, "known": {"from": (1, 1, 1, "t0"), "gone": [1], "more": []}, "used": [("", 0, 1)]}
+    said = [encode("leader", over="", token="t0", n=0, formed=0, running=False, job=""),
+            encode("waiting", text="for node 0"), encode("show"), encode("propose", n=1, basis=BASIS),
+            encode("commit", n=1, restarts=0, why="", port=4711, job="20260102T030405-ab", store=True, again=False,
+                   change="membership 1", basis={**BASIS, "v": 1, "before": []}),
+            encode("propose", n=2, basis=later),
             encode("prepare", n=1, stop=7), encode("confirm", n=1, stop=7), encode("stop", signal="SIGTERM"),
             encode("ranks", ranks=[{"ago_s": 0.1}], nodes=[]), encode("alive"),
             encode("lost", n=1, ranks=[0], host="node0", why="its process has ended", code=137),
-            encode("spare", basis=basis), encode("left_out", why="x"), encode("basis", basis=basis)]
+            encode("spare", basis=BASIS), encode("left_out", why="x"), encode("basis", basis=BASIS)]
     end = End(1, "", 1, "x", 7).entry()
-    rank = encode("rank", local_rank=1) + encode("ask") + encode("end", **end) + encode("stop", signal="SIGINT")
+    rank = encode("ask") + encode("end", **end) + encode("stop", signal="SIGINT")
     return {"leader": b"".join(said) + encode("over", code=0, text=""), "rank": rank}
 
 
@@ -256,32 +287,30 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     ready.set()
     server = SimpleNamespace(start_rank=lambda *given, **more: None, signal=lambda *given: None, pids={}, ready=ready)
     agent.ranks.server = server  # type: ignore[assignment]
-    me = Member("t1", 2, 2, 4, "node1", 1, 0.0)
-    agent.connection = LeaderConnection(me, agent._find_leader, notice=str, records=agent.ranks.running_records)
     agent.ranks._signal = lambda name, told: getattr(signal, name)  # type: ignore[method-assign]
-    heard = []
+    heard = list[Link]()
 
-    async def connect() -> Link:
+    async def connect(*given: Any, **more: Any) -> Link:
         if heard:
-            raise agent.connection._failure()
+            raise ConnectionRefusedError
         heard.append(Link(*_said(leader)))
-        agent.connection._link = heard[0]
         return heard[0]
 
-    agent.connection._connect = connect  # type: ignore[method-assign]
-    try:
-        agent.begin(agent.ranks.links._accept(*_said(rank)))
-        with contextlib.suppress(JoinError):
-            await agent.connection.follow(agent._on_leader_message)
-        for _ in range(9):
-            await asyncio.sleep(0)
-        if agent._over.done():
-            agent._over.result()
-    except JoinError:
-        pass
-    finally:
-        for task in [*agent._tasks, *agent.connection._tasks]:
-            task.cancel()
+    me, address = Member("t1", 2, 2, 4, "node1", 1, 0.0), ("127.0.0.1", 1)
+    with mock.patch.object(Link, "connect", connect):
+        agent.peers = Peers(me, Rules(limits=Limits(1, 2)), agent, master=nowhere, address=address)
+        agent.peers.start()
+        try:
+            with agent.ranks.links.open(Rank(0, 2, Record.new(2))) as line:
+                line.sendall(rank)
+            async with asyncio.timeout(60):
+                await agent._over
+        except JoinError:
+            pass
+        finally:
+            for task in agent._tasks:
+                task.cancel()
+            agent.peers.close()
     assert not broken, broken
     assert {each.name for each in folder.iterdir()} <= {"leader", "rank", "run"}
 

@@ -1,23 +1,39 @@
-"""A leader in this process, members that send what a test tells them to send, and a clock that only the test moves."""
+"""A leader without connections: members say what a test tells them to say, and only the test moves the clock."""
 
 import asyncio
-import contextlib
 import functools
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-import pytest
-
-from rankup.agent.leader import Leader
-from rankup.agent.network import LONGEST, Link
+from rankup.agent.events import (
+    LOCAL,
+    Accepted,
+    Beat,
+    Claim,
+    Close,
+    Ended,
+    Event,
+    Fail,
+    Hear,
+    Heard,
+    Judged,
+    Log,
+    Output,
+    Prepare,
+    Prepared,
+    Rules,
+    Said,
+    Send,
+    Tick,
+)
+from rankup.agent.leading import Leading
+from rankup.agent.meeting import Meeting
 from rankup.agent.protocol import Member
 from rankup.env.node_env import Limits
 
-BOUND_S = 60.0  # of each test, for a machine that is ten times as busy
-HELLO = {"n": 0}
-Claim = Callable[[str, int], Awaitable[bool]]
+BOUND_S = 60.0  # of each asynchronous test, for a machine that is ten times as busy
+NEW = (0, 0, 0, "")  # what a member knows that has just started
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -32,140 +48,130 @@ def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for something that the leader does without a message."""
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 def member(rank: int, *, of: int = 3, num_ranks: int = 1, token: str = "", **more: Any) -> Member:
-    values = {"host": f"node{rank}", "pid": 1000 + rank, "left_s": 120.0, "ip": "127.0.0.1", **more}
+    values = {"host": f"node{rank}", "pid": 1000 + rank, "left_s": 120.0, "ip": f"10.0.0.{rank}", **more}
     return Member(token or f"token{rank}", rank, num_ranks, of, **values)
 
 
 class Puppet:
-    """A member that sends what the test tells it to send."""
+    """A member that says what the test tells it to say. `closed`: the leader has closed its connection."""
 
-    def __init__(self, link: Link, me: Member) -> None:
-        self.link, self.me = link, me
+    def __init__(self, room: "Room", link: int, me: Member) -> None:
+        self.room, self.link, self.me = room, link, me
 
-    def send(self, kind: str, **values: Any) -> None:
-        self.link.send(kind, **values)
+    def say(self, kind: str, **values: Any) -> None:
+        message = {"is": kind, **values}
+        self.room.take(Said(message) if self.link == LOCAL else Heard(self.link, message))
 
-    async def hears(self, kind: str) -> dict[str, Any]:
-        """Return the next message, which must be of this kind."""
-        while (message := await self.link.receive())["is"] == "alive":
-            pass
+    def hears(self, kind: str) -> dict[str, Any]:
+        """Return the next message except heartbeats, which must be of this kind."""
+        said = self.room.sent[self.link]
+        assert said, f"nothing was said, not even {kind}"
+        message = said.popleft()
         assert message["is"] == kind, message
         return message
 
-    async def is_cut(self) -> None:
-        """Wait until the connection ends. No other message may come before."""
-        with pytest.raises(ConnectionError):
-            await self.hears("the end")
+    def hears_nothing(self) -> None:
+        assert not self.room.sent[self.link], self.room.sent[self.link]
+
+    @property
+    def closed(self) -> bool:
+        return self.link in self.room.closed
 
     def vanish(self) -> None:
-        self.link.close()
-
-
-async def all_hear(kind: str, puppets: Iterable[Puppet]) -> list[dict[str, Any]]:
-    return [await puppet.hears(kind) for puppet in puppets]
-
-
-async def get_ready(puppets: Iterable[Puppet]) -> None:
-    """Answer the next proposal."""
-    for puppet in puppets:
-        puppet.send("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        self.room.take(Ended(self.link))
 
 
 class Room:
-    """A leader of three ranks, with a port that anybody can connect to, and a clock that only the test moves."""
+    """A leader of three nodes. `own`: the member in its process. `lines`: what it printed. `prepares`: whether each
+    commit is prepared at once."""
 
-    def __init__(self, me: Member, limits: Limits | None, claim: Claim | None) -> None:
-        self.now_s, self.said, self.raised = 1000.0, list[str](), list[Exception]()
-        self.heard: asyncio.Queue[tuple[Member, Mapping[str, Any]]] = asyncio.Queue()
-        self.prepared: Callable[[int], Awaitable[Mapping[str, Any]]] = self.prepare_nothing
-        self.leader = Leader(
-            me, log=self.said.append, prepare=lambda n: self.prepared(n), limits=limits, clock=lambda: self.now_s,
-            on_message=lambda member, message: self.heard.put_nowait((member, message)), claim=claim,
-        )
-        self.port, self.links, self.attended = 0, list[Link](), 0
+    def __init__(self, me: Member | None = None, limits: Limits | None = None, **rules: Any) -> None:
+        self.now_s, self.lines, self.prepares = 1000.0, list[str](), True
+        self.sent: dict[int, deque[dict[str, Any]]] = defaultdict(deque)
+        self.closed, self.claims, self.judged = set[int](), list[Claim](), list[Judged]()
+        self.failed = ""
+        self.others: list[Output] = []
+        rules = {"job": "job", "epoch_s": 0.0, **rules}
+        self.meeting = Meeting(me or member(0), Rules(limits=limits, **rules), now_s=self.now_s, leads=True)
+        self.own = Puppet(self, LOCAL, me or member(0))
+        self.take(Tick())
+        self.own.say("alive", ranks=[], warm=True)
 
-    async def prepare_nothing(self, n: int) -> Mapping[str, Any]:
-        return {"job": f"job{n}"}
+    @property
+    def leader(self) -> Leading:
+        assert self.meeting.leading is not None
+        return self.meeting.leading
 
-    async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.attended += 1
-        try:
-            await self.leader.accept(reader, writer)
-        except Exception as error:
-            self.raised.append(error)
-        finally:
-            writer.close()
-            self.attended -= 1
+    def take(self, event: Event) -> None:
+        for output in self.meeting.take(self.now_s, event):
+            match output:
+                case Send(links, message):
+                    for link in links:
+                        self._note(link, message)
+                case Hear(message):
+                    self._note(LOCAL, message)
+                case Close(link):
+                    self.closed.add(link)
+                case Prepare(n) if self.prepares:
+                    self.take(Prepared(n, {"port": 1, "store": True, "again": False}))
+                case Claim():
+                    self.claims.append(output)
+                case Judged():
+                    self.judged.append(output)
+                case Log(text):
+                    self.lines.append(text)
+                case Fail(text):
+                    self.failed = text
+                case Beat():
+                    pass
+                case _:
+                    self.others.append(output)
 
-    async def connect(self) -> Link:
-        self.links.append(link := await Link.connect("127.0.0.1", self.port))
-        return link
+    def _note(self, link: int, message: Any) -> None:
+        if message["is"] not in ("alive", "leader"):
+            self.sent[link].append(message)
 
-    async def enter(self, me: Member, **more: Any) -> Puppet:
+    def enter(self, me: Member, *, age: tuple[Any, ...] = NEW, warm: bool = True) -> Puppet:
         """Return a puppet that has introduced itself."""
-        link = await self.connect()
-        assert (await link.receive())["is"] == "leader"
-        link.send("hello", **{**asdict(me), **HELLO, **more})
-        return Puppet(link, me)
+        link = self.meeting.new_link()
+        self.take(Accepted(link, me.ip, "10.0.0.0"))
+        puppet = Puppet(self, link, me)
+        puppet.say("hello", **vars(me), age=list(age), warm=warm)
+        return puppet
 
-    async def three(self) -> list[Puppet]:
-        """Return three puppets that have introduced themselves."""
-        puppets = [await self.enter(member(rank)) for rank in (2, 0, 1)]
-        return sorted(puppets, key=lambda puppet: puppet.me.first_rank)
+    def all(self, count: int = 3) -> list[Puppet]:
+        """Return that many puppets that have introduced themselves, the leader's own first."""
+        return [self.own, *(self.enter(member(rank, of=self.own.me.world_size)) for rank in range(1, count))]
 
-    async def agree(self, puppets: list[Puppet]) -> dict[str, Any]:
+    def agree(self, puppets: Iterable[Puppet]) -> dict[str, Any]:
         """Answer the next proposal, and return the commit."""
-        await get_ready(puppets)
-        said = await all_hear("commit", puppets)
-        assert said[1:] == said[:-1]
-        return said[0]
+        puppets = list(puppets)
+        get_ready(puppets)
+        return [puppet.hears("commit") for puppet in puppets][-1]
 
-    async def job(self) -> list[Puppet]:
-        """Return three puppets in a membership."""
-        puppets = await self.three()
-        await self.agree(puppets)
+    def job(self, count: int = 3) -> list[Puppet]:
+        """Return puppets in a membership."""
+        puppets = self.all(count)
+        self.pass_time(5.0, *puppets)
+        self.agree(puppets)
         return puppets
 
-    async def nothing_is_said_to(self, *puppets: Puppet) -> None:
-        for puppet in puppets:  # connections keep their order, so the leader has then read all that the puppets sent
-            puppet.send("mark")
-            while (await self.heard.get())[1]["is"] != "mark":
-                pass
-        self.leader.tell("mark")
-        await all_hear("mark", puppets)
-
-    async def pass_time(self, seconds: float, *alive: Puppet) -> None:
-        """Move the clock in steps, as a running process sees it. Puppets in `alive` send a heartbeat in each step."""
-        while seconds > 0:
+    def pass_time(self, seconds: float, *alive: Puppet) -> None:
+        """Move the clock in steps, as a running process sees it. Puppets in `alive` say a heartbeat in each step."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s - 1e-6:
             for puppet in alive:
-                puppet.send("mark")
-                while (await self.heard.get())[1]["is"] != "mark":
-                    pass
-            self.now_s += min(seconds, 1.0)
-            seconds -= 1.0
-            self.leader.tick()
+                puppet.say("alive", ranks=[], warm=True)
+            self.now_s += min(0.25, until_s - self.now_s)
+            self.take(Tick())
 
 
-@contextlib.asynccontextmanager
-async def room(
-    me: Member | None = None, limits: Limits | None = None, claim: Claim | None = None
-) -> AsyncIterator[Room]:
-    made = Room(me or member(0), limits, claim)
-    listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)  # as agents do
-    server = await asyncio.start_server(made.attend, sock=listener, limit=LONGEST)
-    made.port = server.sockets[0].getsockname()[1]
-    try:
-        yield made
-    finally:
-        server.close()
-        for link in made.links:
-            link.close()
-        await until(lambda: made.attended == 0)
-    assert not made.raised
+def get_ready(puppets: Iterable[Puppet]) -> None:
+    """Answer the next proposal."""
+    for puppet in puppets:
+        puppet.say("ready", n=puppet.hears("propose")["n"], problem="")
+
+
+def all_hear(kind: str, puppets: Iterable[Puppet]) -> list[dict[str, Any]]:
+    return [puppet.hears(kind) for puppet in puppets]

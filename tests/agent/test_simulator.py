@@ -1,0 +1,22 @@
+"""No schedule of faults breaks a promise of the meeting, see `simulator`. A seed that fails is replayed alone:
+`python -m tests.agent.simulator 4711`."""
+
+import os
+
+import pytest
+
+from tests.agent import mutants, simulator
+
+PARTS = 8
+SCHEDULES = 2000 * int(os.environ.get("RANKUP_RUNS", "10"))
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_schedule_of_faults_breaks_a_promise(part: int) -> None:
+    failed = [(seed, why) for seed, why, _ in map(simulator.play, range(part, SCHEDULES, PARTS)) if why]
+    assert not failed, failed[:5]
+
+
+def test_fault_in_the_votes_is_found() -> None:
+    """The simulator must see what it looks for. `mutants` has twenty faults, which take minutes."""
+    assert mutants.look_for(1, most=2000, first=0)
