@@ -118,7 +118,7 @@ class Ranks:
         self._noticed = False  # the script got a notice, which also holds for the ranks that start later
         self._notifying: asyncio.Task[None] | None = None
         self._oom_kills = oom_kills()
-        self._writing = list["concurrent.futures.Future[None]"]()  # what threads still write about ends of ranks
+        self._writing = list["concurrent.futures.Future[object]"]()  # what threads still write about ends of ranks
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -227,7 +227,7 @@ class Ranks:
 
     def _write(self, work: Callable[[], object]) -> None:
         """Write to the run's disk, which may hang, in a thread. `close` waits for it a moment. Errors are ignored."""
-        self._writing = [each for each in self._writing if not each.done()] + [in_background(work)]
+        self._writing = [*(each for each in self._writing if not each.done()), in_background(work)]
 
     def _fail_from_thread(self, error: Exception) -> None:
         async def fail() -> None:

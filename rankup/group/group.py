@@ -231,7 +231,7 @@ class Group:
             self.collective(lambda: dist.all_gather(parts, parts[self.rank].clone(), group=self.own))
         else:
             self.sum(whole)
-        found = memoryview(whole.numpy())
+        found = whole.numpy().data
         return [bytes(found[begin : begin + size]) for begin, size in zip(begins, sizes, strict=False)]
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:

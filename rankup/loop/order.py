@@ -29,7 +29,8 @@ class InTensors:
     rank turns only its own part into numbers. Draws the same order from the same random state."""
 
     def __init__(self, batch_sampler: BatchSampler) -> None:
-        self._batches, self._sampler = batch_sampler, batch_sampler.sampler
+        self._batches = batch_sampler
+        self._sampler: Any = batch_sampler.sampler
 
     @classmethod
     def of(cls, batch_sampler: Any) -> Any:

@@ -337,7 +337,7 @@ class Batches:
                 else:
                     job.commit()
         streams, sources, traces, stride = loop.streams, loop.sources, loop.traces, source.stride
-        skip, fetches = streams[number], iter(())
+        skip, fetches = streams[number], iter(tuple[tuple[Any, ...]]())
         if skip != OVER:
             seed = derive_seed(job.settings.seed, loop.epoch, number)
             fetches = self.open(seed, loop.epoch, skip, traces[number], state)

@@ -81,12 +81,13 @@ def _write_shards(state: Any, folder: Path, item: str, shard_bytes: int) -> str:
 
 
 def _write_dcp(state: dict[str, Any], folder: Path) -> str:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with staged(folder) as staging, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this process is alone, on purpose
         try:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(staging), no_dist=True)
+            save(state, storage_writer=FileSystemWriter(staging), no_dist=True)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
@@ -125,10 +126,11 @@ def read_dcp(folder: Path, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return the tensors of a DCP folder by name. If some are nested under one of the names in `wanted`, return those
     under the first such name, without it. Objects that are no tensors are not read. Raises various errors for a folder
     that DCP did not write."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    class Reader(dcp.FileSystemReader):
+    class Reader(FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Any:
             with (folder / DCP_METADATA).open("rb") as file:
                 found = _OnlyMetadata(file).load()
@@ -153,5 +155,5 @@ def read_dcp(folder: Path, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
             state[key] = torch.empty(each.size, dtype=each.properties.dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=reader, no_dist=True)
     return {name: state[key] for name, key in named.items()}
