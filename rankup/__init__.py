@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rankup.loop.job import Job as Job
     from rankup.loop.settings import Settings as Settings
     from rankup.loop.workers import Workers as Workers
+    from rankup.notebook import spawn as spawn
     from rankup.places.files import cache_roots as cache_roots
     from rankup.process import Program as Program
     from rankup.state.reading import Copy as Copy
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 # Name -> the module that defines it. The module is imported at first use, so that the command line needs no torch
 _HOMES = {
     # For a training loop of your own
-    "init": "job", "Job": "loop.job",
+    "init": "job", "Job": "loop.job", "spawn": "notebook",
     "JoinError": "errors", "PeerLost": "errors", "Stopped": "errors", "UserError": "errors",
     # For a program of your own, with settings and a command line
     "Program": "process", "RankEnv": "env.rank_env", "Group": "group.group",

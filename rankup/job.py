@@ -40,6 +40,7 @@ from rankup.state.second_place import fetched, kept_step
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
 log = logging.getLogger("rankup")
+PID = os.getpid()  # a rank that is forked later is not interactive
 HASHES = (
     "PYTHONHASHSEED is not set: a set of texts has another order on each rank and after each start. If numbers come "
     "from that order, such as those of classes, sort it, or start with PYTHONHASHSEED=0, as rankup launch does"
@@ -146,7 +147,7 @@ def init(
 def is_interactive() -> bool:
     """Return whether a person types the program, in a notebook or at Python's prompt. Then errors and Ctrl-C end the
     run and not the process, and there are no deadlines between two inputs."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    return os.getpid() == PID and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
 
 
 def hashes_are_random() -> bool:
@@ -273,7 +274,7 @@ class ExitHandler:
         self._pid: int = os.getpid()  # forked processes have another one; 0: already ended
         self._usual = sys.excepthook
         self.take_errors()
-        atexit.register(self._at_exit)
+        atexit.register(self.at_exit)
         if interactive and (shell := getattr(builtins, "get_ipython", None)) is not None:
             shell().events.register("post_run_cell", self._after_cell)  # IPython does not call the hook for errors
 
@@ -301,7 +302,7 @@ class ExitHandler:
         if error is not None and os.getpid() == self._pid and (end := self.leave(error)) is not error:
             self.program.log.warning(str(end))
 
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
         try:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.job.test_loop import ran
 from tests.observe.test_status import as_json
+from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, wait_for
 
 LOOP = """
@@ -164,3 +166,42 @@ def test_with_ends_the_run_at_the_end_of_its_block(prompt: Prompt) -> None:
     prompt.process.stdin.write("exit()\n")
     assert prompt.process.wait(240) == 0
     assert state(prompt) == ("stopped", 3)
+
+
+SPAWNED = """
+def train(slow=False, mistake=False):
+    import time, torch, rankup
+    from torch.nn.parallel import DistributedDataParallel
+    job = rankup.init("run", tensorboard=False)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.track(model=model, sgd=sgd)
+    for step in job.steps(10):
+        loss = model(torch.randn(2, 4)).square().mean()
+        sgd.zero_grad()
+        loss.backward()
+        if mistake and job.rank:
+            raise ValueError("a mistake")
+        with job.step():
+            sgd.step()
+        if slow and step > 2:
+            print("at", step)
+            time.sleep(0.1 if job.group.stop.requested else 1.0)
+    if job.is_main:
+        print("weights", model.module.weight.tolist())
+"""
+
+
+def test_spawn_runs_a_function_on_two_ranks_that_stop_resume_and_fail(
+    prompt: Prompt, forks: Forks, tmp_path: Path
+) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = weights(ran(forks, tmp_path / "whole", f"{SPAWNED}\ntrain()\n", ranks=2))
+    prompt.type(f"{SPAWNED}\nimport rankup, torch\nx = torch.randn(300, 300) @ torch.randn(300, 300)")
+    assert "ValueError: a mistake" in prompt.type("rankup.spawn(train, False, True)")
+    assert state(prompt)[0] == "failed"
+    prompt.type("rankup.spawn(train, True)", until="at 3\n")
+    assert "spawn: the ranks ended with the exit codes {0: 143, 1: 143}" in prompt.interrupt()
+    assert state(prompt)[0] == "stopped"
+    assert weights(prompt.type("rankup.spawn(train)")) == whole
+    assert state(prompt) == ("finished", 10)

@@ -55,7 +55,7 @@ FOREIGN_WORDS = {
     "accumulate_grad_batches", "gradient_accumulation_steps", "save_state", "load_state", "skip_first_batches",
     "ckpt_path", "save_steps", "resume_from_checkpoint", "gather_for_metrics", "compute_metrics",
     "load_best_model_at_end", "set_trigger", "check_trigger", "save_hyperparameters", "report_to", "is_main_process",
-    "rank_zero_only", "is_world_process_zero",
+    "rank_zero_only", "is_world_process_zero", "notebook_launcher",
 }
 # Messages of torch
 TORCH_SAYS = re.compile(

