@@ -12,7 +12,7 @@ RUN --mount=type=bind,source=docker,target=/opt/rankup/docker \
     fi \
  && if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
  && mkdir /opt/horovod && { cp -r /opt/rankup/docker/horovod/horovod-*/ /opt/horovod 2> /dev/null || true; } \
- && RANKUP_CACHE=/opt/horovod bash /opt/rankup/docker/horovod.sh "$(command -v python)"
+ && INSTALL=1 RANKUP_CACHE=/opt/horovod bash /opt/rankup/docker/horovod.sh "$(command -v python)"
 
 FROM rankup:runtime
 USER 0:0

@@ -32,8 +32,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # Build in a separate environment, which sees the user's torch and leaves nothing in the user's environment
 "$python" -m venv "$work/venv"
-packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-echo "import site; site.addsitedir('$(packages "$python")')" > "$(packages "$work/venv/bin/python")/torch.pth"
+purelib() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+echo "import site; site.addsitedir('$(purelib "$python")')" > "$(purelib "$work/venv/bin/python")/torch.pth"
 pip=("$work/venv/bin/python" -m pip --disable-pip-version-check -qq)
 needs=(--no-deps --require-hashes --requirement docker/requirements-horovod.lock)
 

@@ -137,6 +137,7 @@ def test_compose_example_repository_trains_from_a_copy_elsewhere(
     """tests/files/ shows that `rankup add` writes its files today. rankup comes from the index."""
     for name in ("mine", "here"):
         shutil.copytree(ROOT / "train" / "examples" / "repository", tmp_path / name)
+    (tmp_path / "mine" / "train.py").chmod(0o600)  # as with umask 077; in the image another user reads it
     nodes = Stranger(tmp_path / "mine", base, index)
     try:
         nodes.compose("build")
