@@ -1,3 +1,4 @@
+# shellcheck shell=sh disable=SC2012
 # What `rankup submit` does in the folder of a job, here or over ssh: sh -s with ACTION FOLDER WORDS as arguments.
 # FOLDER/.rankup/NAME is a snapshot. What it lacks, such as runs/, .venv and data, it has as links into FOLDER.
 action=$1 folder=$2

@@ -4,37 +4,30 @@ import base64
 import io
 import json
 import random
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rigs.jobs import environment
-from tests.rigs.kube import problems, rendered
+from tests.rigs.kube import IMAGE, added, problems, rendered
 from tests.rigs.kubectl import Kubectl, pod
 
 Object = dict[str, Any]
 DONE = [[], [{"type": "Complete", "status": "True"}]]
 
 
-def repository(folder: Path, kind: str = "job", *options: str) -> Path:
+def repository(folder: Path, kind: str = "job") -> Path:
     """Return a folder with a script, data and a manifest by `rankup add`."""
-    (folder / "points").mkdir(parents=True)
-    (folder / "points" / "big.bin").write_bytes(b"0")
-    (folder / "requirements.txt").write_text("rankup\n")
-    (folder / "train.py").write_text("import torch.distributed\nprint('trained')\n")
-    words = ["add", "k8s", "--kind", kind, "--image", "r.example.org/me/mine:1", "--data", "points", *options]
-    command = [sys.executable, "-m", "rankup", *words, "train.py"]
-    subprocess.run(command, cwd=folder, env=environment({}), check=True, stdout=subprocess.DEVNULL)
+    for name, text in {"train/samples/big.bin": "0", "train.py": "", "k8s/train.yaml": added(f"{kind}+data")}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     return folder
 
 
 def sent(mine: Path) -> list[Object]:
     """Return the objects that were applied."""
-    (path,) = [path for path in (mine / ".rankup").glob("*.json") if not path.name.startswith("rankup-")]
+    (path,) = [path for path in (mine / ".rankup").glob("*.json") if path.name == "rankup.json"]
     (mine / "sent.yaml").write_text(path.read_text())
     return rendered(str(mine / "sent.yaml"))
 
@@ -66,17 +59,17 @@ def test_submit_k8s_sends_objects_that_the_cluster_takes(kind: str, tmp_path: Pa
         main, step = spec["containers"][0], spec["initContainers"][-1]
         assert main["args"][-2:] == ["--lr", "$$0.2"]
         assert {"name": "rankup-code", "mountPath": "/work", "readOnly": True} in main["volumeMounts"]
-        assert step["image"] == "r.example.org/me/mine:1"
+        assert step["image"] == IMAGE
         assert step["securityContext"]["readOnlyRootFilesystem"] is True
-        assert step["command"][-1] == "points"  # its volume is mounted inside
+        assert step["command"][-1] == "train/samples"  # its volume is mounted inside
         assert {"name": "rankup-packed", "configMap": {"name": carried["metadata"]["name"]}} in spec["volumes"]
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(carried["binaryData"]["code.tar.gz"]))) as tar:
         names = tar.getnames()
     assert {"train.py", ".rankup.json"} < {*names}
-    assert not any(name.startswith(("points", ".git", "runs", ".rankup/")) for name in names)
+    assert not any(name.startswith(("train/", ".git", "runs", ".rankup/")) for name in names)
     (patch,) = kubectl.calls("patch")
     (owner,) = json.loads(patch[-1])["metadata"]["ownerReferences"]
-    assert (owner["kind"].lower(), owner["name"], owner["uid"]) == (kind, "mine", "uid-1")
+    assert (owner["kind"].lower(), owner["name"], owner["uid"]) == (kind, "rankup", "uid-1")
     assert [words[0] for words in kubectl.calls("create") + kubectl.calls("apply")] == ["create", "apply"]
 
 
@@ -147,10 +140,10 @@ def test_submit_k8s_ends_with_the_code_of_the_pods(tmp_path: Path) -> None:
 
 def test_submit_k8s_refuses_a_taken_name_and_sends_nothing(tmp_path: Path) -> None:
     mine = repository(tmp_path / "mine")
-    kubectl = Kubectl(mine, tmp_path / "stub", {"taken": "job.batch/mine\n"})
+    kubectl = Kubectl(mine, tmp_path / "stub", {"taken": "job.batch/rankup\n"})
     code, said = kubectl.submit("k8s/train.yaml")
     assert (code, kubectl.calls("create"), kubectl.calls("apply")) == (2, [], [])
-    assert "must have a name that is free, got mine. kubectl delete jobs.batch/mine" in said
+    assert "must have a name that is free, got rankup. kubectl delete jobs.batch/rankup" in said
 
 
 def test_submit_k8s_names_what_the_cluster_refuses(tmp_path: Path) -> None:
