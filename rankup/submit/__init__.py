@@ -59,6 +59,8 @@ def _compose(machine: Machine, snapshot: Snapshot, file: str, args: list[str], *
     if "${CONTEXT" in text:
         here = Machine("")
         env["CONTEXT"] = f"{here.folder}/.rankup/{snapshot.name if dry else here.place(snapshot)}"
+        if not dry:
+            here.do("prune")
     else:
         say(f"{file} builds from this folder. To build from the snapshot, write there `context: ${{CONTEXT:-.}}`")
     docker = ["docker", "compose", *(["-f", file] if file != "compose.yaml" else [])]

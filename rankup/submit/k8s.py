@@ -170,8 +170,9 @@ def _ask(*words: str) -> Object:
 def _wait(chosen: Sequence[str], what: str, space: Sequence[str]) -> str:
     """Wait until all pods have started their containers, and say what the cluster says about those that can't. Returns
     the condition with which the job has ended, or ""."""
-    before = ""
+    before, looks = "", 0
     while True:
+        looks += 1
         pods = _ask("pods", *chosen)["items"]
         if over := _over(what, space) if what else "":
             return over
@@ -181,6 +182,7 @@ def _wait(chosen: Sequence[str], what: str, space: Sequence[str]) -> str:
         if not pods:
             selector = f"involvedObject.name={what.rpartition('/')[2]},type=Warning"
             why = next((each["message"] for each in _ask("events", *space, "--field-selector", selector)["items"]), "")
+            why = why or (f"{what} has no pod yet: it may wait in a queue" if looks > 3 else "")
         if why and why != before:
             say(why)
         before = why
@@ -213,6 +215,7 @@ def _follow(what: str, chosen: Sequence[str], space: Sequence[str], *, quiet: bo
     try:
         while not quiet and not (over := _wait(chosen, what, space)):
             subprocess.run([*logs, *since], check=False)
+            time.sleep(1)  # until the cluster knows how the job goes on
             since = [f"--since-time={time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"]
     except KeyboardInterrupt:
         quiet = True

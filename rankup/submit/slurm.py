@@ -17,7 +17,6 @@ from rankup.submit.snapshot import Snapshot
 OUTPUT = re.compile(r"^#SBATCH\s+(?:--(output|error)[ =]\s*|-([oe])\s*)(\S+)", re.MULTILINE)
 LIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING",
         "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "UNKNOWN")
-QUIET = ("None", "Priority", "Resources", "BeginTime")  # why a job may wait although all is well
 
 
 def options(text: str) -> list[str]:
@@ -75,7 +74,7 @@ def _follow(machine: Machine, job: str, name: str, output: str) -> int:
         offset, looks = offset + len(more), looks + 1
         if ask and lives:
             state, _, why = now.decode().partition(" ")
-            if state == "PENDING" and why not in (*QUIET, reason):
+            if state == "PENDING" and why not in ("None", reason):
                 say(f"job {job} waits: {why}")
             reason = why
         time.sleep(2 if machine.host else 1)

@@ -25,7 +25,7 @@ link() { # SNAPSHOT: link what it lacks
 prune() { # keep the newest five snapshots, those of jobs, and those that jobs have written to
   find . -maxdepth 1 -name '.sending-*' -mtime +0 -exec rm -rf {} +
   used=
-  ! command -v squeue > /dev/null || used=$(squeue -h -t all -u "$(id -un)" -o %Z) || return
+  ! command -v squeue > /dev/null || used=$(squeue -h -t all -u "$(id -un)" -o %Z) || return 0
   ls -td [0-9a-f]*/ | tail -n +6 | while IFS=/ read -r name; do
     case $used in *"/.rankup/$name"*) continue ;; esac
     ! whole "$name" || [ -n "$(written "$name")" ] || rm -rf "$name"
@@ -61,6 +61,7 @@ case $action in
     cd "$folder/.rankup" && prune
     true # the job is submitted
     ;;
+  prune) cd "$folder/.rankup" && prune ;;
   look) # JOB OUTPUT OFFSET ASK: the job's state if ASK is 1, then what its output file has from OFFSET on
     state=
     [ "$4" = 0 ] || state=$(squeue -h -t all -j "$1" -o '%T %r' 2>&1) ||
