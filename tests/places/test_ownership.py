@@ -21,10 +21,10 @@ from rankup.observe.metrics import Metrics, Position, entry
 from rankup.places.files import discard, remove_unfinished, write_json
 from rankup.places.lease import Lease, Lineage, StoreLease
 from rankup.state.choice import STORE, Candidate, in_order
-from rankup.state.copies import Damaged, find_problem, list_copies, no_check, step_of
+from rankup.state.copies import Damaged, find_problem, list_copies, step_of
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace
-from tests.rigs.checkpoints import load_checkpoint, save, second_place, steps
+from tests.rigs.checkpoints import fetch, load_checkpoint, save, second_place, steps
 from tests.rigs.object_store import BUCKET, S3
 
 SEED = 20261124
@@ -217,7 +217,7 @@ class AtSecondPlace:
             group: Any = SimpleNamespace(hosts=["host"])
             for _, one in in_order(candidates, lineage, lambda other: True, group):
                 with contextlib.suppress(Damaged):
-                    place.fetch(one.where, no_check)
+                    fetch(place, one.where)
                     break
             step = newest_good_step(run_dir / "checkpoints")
             if not num_saves:
@@ -333,4 +333,4 @@ def test_damaged_copy_on_a_mirror_is_not_a_failing_mirror(tmp_path: Path) -> Non
     with contextlib.ExitStack() as stack:
         ((stored, *_),) = mirror.adopt(stack, wanted=lambda there: True)
     with pytest.raises(Damaged, match="does not match the digest"):
-        mirror.fetch(stored, no_check)
+        fetch(mirror, stored)

@@ -16,9 +16,8 @@ from rankup.places import place
 from rankup.places.files import staged, write_atomically
 from rankup.places.lease import Lease, StoreLease
 from rankup.places.place import Place
-from rankup.state.copies import no_check
 from rankup.state.saver import Options
-from tests.rigs.checkpoints import save, second_place
+from tests.rigs.checkpoints import fetch, save, second_place
 from tests.rigs.object_store import BUCKET, S3, Door, Request
 
 
@@ -78,7 +77,7 @@ def test_requests_that_fail_for_a_moment_are_retried(door: Door, bucket: Bucket,
     here.upload(path)
     there.retry_for(60)
     (manifest,) = (name for name in there.place.names() if name.endswith("/manifest.json"))
-    assert there.fetch(manifest.rpartition("/")[0], no_check).step == 10
+    assert fetch(there, manifest.rpartition("/")[0]).step == 10
     assert {request.method for request in failed} >= {"GET", "PUT"}
     assert "retrying for" in bucket.said[0]
 

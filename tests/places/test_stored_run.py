@@ -11,10 +11,10 @@ import pytest
 from rankup.errors import UserError
 from rankup.places.lease import Lineage
 from rankup.places.place import Place
-from rankup.state.copies import Damaged, no_check
+from rankup.state.copies import Damaged
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace, _copies, newest_run
-from tests.rigs.checkpoints import damaged, newest, save, second_place, steps
+from tests.rigs.checkpoints import damaged, fetch, newest, save, second_place, steps
 
 RUN = "0123456789abcdef"
 
@@ -35,7 +35,7 @@ def newest_of(place: SecondPlace) -> Path | None:
     """Fetch the newest whole copy there, and return its path."""
     for one in _copies(place.place.names()):
         with contextlib.suppress(Damaged):
-            return place.fetch(one, no_check).path
+            return fetch(place, one).path
     return None
 
 

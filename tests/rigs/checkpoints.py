@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +73,13 @@ def second_place(url: str, run_dir: Path, name: str, options: Options, *, requir
     lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, agreed=False, check=lambda: None)
     log: Any = SimpleNamespace(info=str, debug=str, warning=str)
     return SecondPlace(url, run_dir, lease, log, options, required=required)
+
+
+def fetch(place: SecondPlace, stored: str) -> reading.Copy:
+    """Fetch a copy from a place, as a run does that resumes from it."""
+    with place.fetched(stored) as path:
+        copy = reading.read(path)
+        return replace(copy, path=Path(place.keep(path)))
 
 
 def newest(directory: Path) -> tuple[int, list[str]]:
