@@ -90,7 +90,7 @@ def test_job_resumed_with_more_ranks_differs_only_by_the_order_of_sums(forks: Fo
     parts = by_hand(forks, tmp_path / "parts", PLAIN="1")
     assert "world size was 2, is 3" in parts
     assert said(parts) != said(whole)
-    assert said(whole, "threads") == "lease line reporter watch"  # rank 0's; TensorBoard adds one later
+    assert said(whole, "threads") == "lease reporter watch"  # rank 0's; TensorBoard adds one later
     weights = json.loads(said(whole, "weights"))
     assert json.loads(said(parts, "weights")) == pytest.approx(weights, rel=1e-4, abs=1e-6)
     # `rankup export` writes the copy as one file, with all types that this loop tracks
