@@ -4,7 +4,7 @@ A constant that depends on another one is computed from it. Tests patch a consta
 """
 
 # Looking --------------------------------------------------------------------------------------------------------------
-ADOPTED_S = 0.0002  # between two looks of a new process at its parent
+ADOPTED_S = 0.001  # between two looks of a new process whether the agent has inherited it
 POLL_S = 0.01  # between two checks of a process on this machine; each takes a microsecond
 PAUSE_S = 0.1  # between two attempts to open a port or to connect
 TICK_S = 0.25  # between two checks of deadlines and of silent members

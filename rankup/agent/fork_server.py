@@ -38,6 +38,7 @@ from rankup.agent.logs import print_to
 from rankup.agent.processes import (
     be_python,
     become_subreaper,
+    die_with_heir,
     die_with_parent,
     end_of,
     has_ended,
@@ -51,6 +52,7 @@ from rankup.timing import ADOPTED_S, KILL_S
 
 AGENT = "RANKUP_AGENT"
 STORE = -1  # stands for the store in place of a local rank
+AGENT_ENDED = 3  # the exit code of the server's child
 
 # The agent's side ---------------------------------------------------------------------------------------------------
 
@@ -72,6 +74,7 @@ class ForkServer:
         self._newest: dict[int, int] = {}  # the number of each rank's newest start; also the store's, under STORE
         self._running: dict[int, tuple[int, int]] = {}  # process id -> local rank or STORE, and number of the start
         self._due: dict[int, list[int]] = {}  # signals for ranks that are being started
+        self._starting = False  # whether ranks start in this turn of the event loop
         self.ready = asyncio.Event()
 
     def start(
@@ -138,6 +141,9 @@ class ForkServer:
             self._process.wait(KILL_S)
 
     def _start(self, descriptors: Sequence[int], **request: Any) -> None:
+        if not self._starting and request["start"] != STORE:  # a membership's ranks start in one turn of the event loop
+            self._starting = True
+            self._loop.call_soon(self._end_batch)
         self._starts += 1
         which, self._newest[which] = request["start"], self._starts
         # Kill what is left of the last membership: its store, or a rank that was given up because its disk is dead
@@ -149,6 +155,11 @@ class ForkServer:
             for descriptor in descriptors:
                 reduction.send_handle(self._channel, descriptor, self.pid)
 
+    def _end_batch(self) -> None:
+        self._starting = False
+        with contextlib.suppress(OSError):
+            self._channel.send_bytes(json.dumps({"start": None}).encode())
+
     def _on_readable(self) -> None:
         try:
             news = json.loads(self._channel.recv_bytes())
@@ -159,6 +170,8 @@ class ForkServer:
             self.ready.set()
         elif "warning" in news:
             self._on_warning(news["warning"])
+        elif "lost" in news:
+            self._lose_starts()
         else:
             rank, number, pid = news["rank"], news["number"], news["pid"]
             self._running[pid] = rank, number
@@ -186,11 +199,13 @@ class ForkServer:
     def _bury(self) -> None:
         """Clean up after the server was killed. Its ranks live on."""
         self._end_server()
-        lost = [rank for rank, pid in self.pids.items() if pid == 0]
-        for rank in lost:
+        self._lose_starts()
+        self._on_gone()
+
+    def _lose_starts(self) -> None:
+        for rank in [rank for rank, pid in self.pids.items() if pid == 0]:
             del self.pids[rank]
             self._on_end(rank, KILLED)
-        self._on_gone()
 
 
 # The server ---------------------------------------------------------------------------------------------------------
@@ -242,11 +257,23 @@ class Server:
         gc.enable()
 
     def serve(self) -> list[str]:
-        """Serve the agent. Returns only in a forked rank, with its argv."""
+        """Serve the agent. Returns only in a forked rank, with its argv.
+
+        A child forks the ranks of one membership, and then ends, so that the agent inherits them. It is forked before
+        they are needed, because its fork takes as long as that of a rank."""
+        server = os.getpid()
+        while (child := os.fork()) != 0:
+            if (code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == AGENT_ENDED:
+                os._exit(FINISHED)
+            if code != FINISHED:
+                self.tell(lost=True)
+        die_with_parent(server)
         while True:
             try:
                 request = json.loads(self.channel.recv_bytes())
             except (EOFError, OSError):
+                os._exit(AGENT_ENDED)
+            if request["start"] is None:
                 os._exit(FINISHED)
             if self._start(request):
                 return [*request["argv"]]
@@ -259,21 +286,14 @@ class Server:
     def _start(self, request: dict[str, Any]) -> bool:
         """Start a rank or the store. Returns True in the process of the new rank."""
         descriptors = [reduction.recv_handle(self.channel) for _ in range(request["descriptors"])]
-        if between := os.fork():
+        parent = os.getpid()
+        if pid := os.fork():
             for descriptor in descriptors:  # no rank may inherit the output of another rank
                 os.close(descriptor)
-            os.waitpid(between, 0)
-            return False
-        # The process in between ends at once, so that the agent inherits the rank. It tells the rank's id before: the
-        # agent can't see the rank end earlier
-        between = os.getpid()
-        if pid := os.fork():
             self.tell(rank=request["start"], number=request["number"], pid=pid)
-            os._exit(FINISHED)
+            return False
         os.setsid()
-        while os.getppid() == between:
-            time.sleep(ADOPTED_S)
-        die_with_parent(self.agent)
+        die_with_heir(self.agent, parent=parent)
         self.channel.close()  # an open copy would hide the end of the server from the agent
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(request["name"])  # otherwise `ps` shows the server's name
@@ -304,6 +324,8 @@ class Server:
             if callable(signal.getsignal(signal.SIGINT)):  # Python's handler would raise KeyboardInterrupt here
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
+            while signal.getsignal(signal.SIGURG) != signal.SIG_DFL:  # the handler would be lost
+                time.sleep(ADOPTED_S)
             os.execv(sys.executable, [sys.executable, *request["argv"]])
         print_to(terminal)
         if os.environ.get("PYTHONFAULTHANDLER"):

@@ -73,6 +73,19 @@ def die_with_parent(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def die_with_heir(heir: int, *, parent: int) -> None:
+    """Act as `die_with_parent(heir)` once this process's `parent` has ended, so that `heir`, a subreaper, inherits it.
+    Do not wait for that, because the end of a large process takes a while: the kernel tells it by SIGURG."""
+    def inherited(*_: object) -> None:
+        signal.signal(signal.SIGURG, signal.SIG_DFL)  # which ignores the signal
+        die_with_parent(heir)
+
+    signal.signal(signal.SIGURG, inherited)
+    ctypes.CDLL(None).prctl(1, signal.SIGURG, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the line above
+        inherited()
+
+
 def send_signal(pid: int, number: int) -> None:
     """Send a signal to a process that is not reaped yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the process may have changed its user

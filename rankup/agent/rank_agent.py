@@ -40,11 +40,11 @@ from rankup import timing
 from rankup.agent.events import LOCAL, Ended, Judged, Rules
 from rankup.agent.network import LONGEST, Link, address_of, in_thread, interface_variables, listen
 from rankup.agent.peers import Peers
-from rankup.agent.processes import state_of
+from rankup.agent.processes import finish, state_of
 from rankup.agent.protocol import MEMBERS, Member
 from rankup.agent.record import Record
 from rankup.env.rank_env import is_loopback
-from rankup.errors import JOIN_FAILED, ExpectedError, UserError, reason
+from rankup.errors import FINISHED, JOIN_FAILED, ExpectedError, UserError, reason
 from rankup.places.files import write_atomically
 
 _started = list["subprocess.Popen[bytes]"]()  # Python warns if it forgets a process that still runs
@@ -251,7 +251,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("rank's agent")
     asyncio.run(serve(*map(int, sys.argv[1:])))
-    os._exit(0)
+    finish(FINISHED)
 
 
 if __name__ == "__main__":

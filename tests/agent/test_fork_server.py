@@ -329,7 +329,7 @@ def test_rank_outlives_its_server_and_one_that_was_to_start_has_ended(tmp_path: 
     with opened(tmp_path, fork=False) as own:
         first = own.start([script(tmp_path, WAITS)])
         pid = own.ready(first)
-        os.kill(own.server.pid, signal.SIGSTOP)
+        psutil.Process(own.server.pid).children()[0].suspend()
         second = own.start([script(tmp_path, WAITS)])
         os.kill(own.server.pid, signal.SIGKILL)
         assert own.end(second).code == 137
@@ -349,6 +349,7 @@ def test_end_of_an_abandoned_rank_is_not_its_successors(light: Rig, tmp_path: Pa
 
 def test_unread_end_of_an_abandoned_rank_is_not_its_successors(light: Rig, tmp_path: Path) -> None:
     light.start([script(tmp_path, "print(flush=True)\nimport sys\nsys.exit(5)")])
+    light.runner.run(asyncio.sleep(0))  # the request goes out, and no answer is read
     wait_for("the end of the first", lambda: light.printed(1) and any(
         child.status() == psutil.STATUS_ZOMBIE and os.getsid(child.pid) == child.pid
         for child in psutil.Process().children()
@@ -361,7 +362,8 @@ def test_unread_end_of_an_abandoned_rank_is_not_its_successors(light: Rig, tmp_p
 def test_server_survives_signals_to_every_process(rig: Rig, tmp_path: Path) -> None:
     port = rig.store()
     rig.until(lambda: rig.server._running)
-    for process in map(psutil.Process, (rig.server.pid, *rig.server._running)):
+    server = psutil.Process(rig.server.pid)
+    for process in (server, *server.children(), *map(psutil.Process, rig.server._running)):
         for number in (*Server.SIGNALS, signal.SIGUSR1):
             process.send_signal(number)
     assert rig.ran([script(tmp_path, store_user(port))]).code == 0
