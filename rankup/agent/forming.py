@@ -168,9 +168,12 @@ class Forming:
         # A new node 0 must not begin a second job while members of the first one look for their leader
         if now_s - self._denied_s < timing.NOTICE_S or (is_first and now_s - self._sought_s < timing.FOUND_S):
             return []
-        # A new node 0 must not begin a second job, so it waits for a call from the leader of the first one
-        wait_s = max(limits.wait_s, timing.FOUND_S) if is_first else limits.wait_s
-        waited = now_s - self._begun_s >= wait_s
+        # A new node 0 must not begin a second job. So it waits for a call from the leader of the first one, unless all
+        # nodes are here, spares included
+        total, waited_s = self.me.world_size // self.me.num_ranks, now_s - self._begun_s
+        if is_first and waited_s < timing.FOUND_S and len(seats) < total:
+            return []
+        waited = waited_s >= limits.wait_s
         if len(seats) < (limits.least if waited or not is_first else limits.most):
             return []
         self._looked_s, own = now_s, self.by_token.get(self.me.token)

@@ -19,7 +19,7 @@ from rankup.agent.ends import End, Verdict
 from rankup.agent.events import LOCAL, Close, Log, Output, Rules, Send
 from rankup.agent.forming import Forming, Seat
 from rankup.agent.protocol import KILLED, Member, differences, pages
-from rankup.agent.votes import Address, Basis, recount, without
+from rankup.agent.votes import Address, Age, Basis, recount, without
 from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, STOPPED, USER_MISTAKE
 
@@ -47,6 +47,7 @@ class Leading(Forming):
         super().__init__(me, rules, basis, now_s, emit)
         self.follow: Address | None = None
         self._callers: dict[int, Caller] = {}
+        self._merged = set[Age]()  # of bases whose voters this leader knows
         self._shows = 0  # the link of the caller that was asked to show its basis
         self._quick_losses = Counter[int]()  # of each node, by the first rank that it claimed
         self._asking = set[int]()  # links that wait for an answer to "ask"
@@ -121,11 +122,24 @@ class Leading(Forming):
             basis = Basis.unpack(packed, Basis())
         except LookupError:
             return False
-        if basis.age > self.basis.age and not self.running:
-            self._void()  # an open proposal knows too few voters
-            self.basis = basis
-            self._bases[basis.age] = basis
+        if self.running or not self._is_news(basis.age):
+            return True
+        self._void()  # an open proposal knows too few voters
+        self._merged |= {basis.age, self.basis.age}
+        newer, older = sorted((basis, self.basis), key=lambda each: each.age)[::-1]
+        if newer.follows == older.follows and newer.by != older.by and not older.v:
+            # Two leaders made a proposal after the same membership. Either may be committed elsewhere by now
+            more = [each for each in older.electorates if each not in newer.electorates]
+            newer = replace(newer, before=(*more, *newer.before))
+        self.basis = self._bases[newer.age] = newer
         return True
+
+    def _is_news(self, age: Age) -> bool:
+        """Return whether a member with a basis of this age knows of voters that this leader does not know."""
+        own = self.basis.age
+        # A first membership that was only proposed counts for nothing, see `Meeting._knows`
+        rival = age[0] == own[0] and not age[2] and age[3] != own[3]
+        return bool(age[0]) and (age > own or rival) and age not in self._merged
 
     def _hello(self, link: int, caller: Caller, hello: Mapping[str, Any]) -> None:
         """Take a newcomer's first message. Before it gets a seat, it must show its basis if that is newer: whoever may
@@ -140,8 +154,7 @@ class Leading(Forming):
             text = f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}"
             return self._turn_away(link, member, text)
         age = tuple(hello["age"])
-        # A first membership that was only proposed counts for nothing, see `Meeting._knows`
-        if self.rules.limits is not None and not self.running and age[0] and age > self.basis.age:
+        if self.rules.limits is not None and not self.running and self._is_news(age):
             if self._shows not in self._callers:
                 self._shows = link
                 self._emit(Send((link,), {"is": "show"}))
@@ -447,7 +460,7 @@ class Leading(Forming):
 
     def _renew(self, basis: Basis) -> None:
         """Change the basis of the job, and send it to all members."""
-        self.basis, self._changed = replace(basis, v=basis.v + 1, known=self._known()), True
+        self.basis, self._changed = replace(basis, v=basis.v + 1, by=self.me.token, known=self._known()), True
         self._spread("basis", self.basis, self.seats.values())
 
     # For status and logs ----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ MUTANTS = [  # what it breaks, the file, the text, and what replaces it
     ("a proposal forgets the voters before it", "forming", "before=tuple(self.basis.electorates)", "before=()"),
     ("both halves may follow the same membership", "forming", "if self.rules.shared and (unowned", "if 0 and (unowned"),
     ("a claim that another node has counts", "forming", "        if ok:\n", "        if True:\n"),
-    ("a newer basis is never asked for", "leading", "age[0] and age > self.basis.age", "False"),
+    ("a newer basis is never asked for", "leading", "not self.running and self._is_news(age)", "False"),
     ("a first proposal lets others lead", "meeting", "return self.basis if self.basis.follows else Basis()",
      "return self.basis"),
     ("a stop is confirmed that a rank has passed", "votes", "if furthest < self.step:", "if furthest <= self.step:"),

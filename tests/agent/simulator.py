@@ -338,7 +338,7 @@ class World:
         self.limits = None if fixed else Limits(
             least, most, wait_s=dice.choice((0.5, 2.0, 5.0)), silent_s=dice.choice((3.0, 4.0, 6.0))
         )
-        self.shared = not fixed and dice.random() < 0.3
+        self.shared = not fixed and dice.random() < 0.4
         self.claims: dict[tuple[str, int], str] = {}
         self.slow_disk = 0.0
         self.cut: set[tuple[int, int]] = set()
@@ -576,6 +576,10 @@ class World:
         if kind == "part":
             sides = {each.number: dice.randint(0, dice.choice((1, 1, 2))) for each in self.hosts}
             self.cut |= {(a, b) for a in sides for b in sides if sides[a] != sides[b]}
+        elif kind == "halves":
+            order = dice.sample(range(self.size), self.size)
+            sides = {each: place < self.size // 2 for place, each in enumerate(order)}
+            self.cut |= {(a, b) for a in sides for b in sides if sides[a] != sides[b]}
         elif kind == "isolate":
             self.cut |= {pair for each in self.hosts if each is not host
                          for pair in ((each.number, host.number), (host.number, each.number))}
@@ -623,8 +627,8 @@ class World:
     def play(self) -> "World":
         dice = self.dice
         self.pace = dice.choice((0.1, 0.25, 0.6, 1.5))
-        menu = ["part", "isolate", "one way", "pair", "mend", "mend", "mend", "freeze", "kill", "power", "reset",
-                "slow", "rank", "disk", "leave"]
+        menu = ["part", "halves", "isolate", "one way", "pair", "mend", "mend", "mend", "freeze", "kill", "power",
+                "reset", "slow", "rank", "disk", "leave"]
         self.menu = [*dice.sample(menu, dice.randint(2, 6)), "mend"]
         for host in self.hosts:
             self.at(dice.choice((0.0, 0.0, 0.0, dice.uniform(0.0, 6.0))), self.restart, host, 0)
@@ -652,7 +656,7 @@ class World:
         def settled() -> bool:
             return self.progress >= 2 and self.complete_now()
 
-        patience_s = GONE_S if self.crashes + self.asked_to_leave else HEALING_S
+        patience_s = GONE_S if self.limits and self.crashes + self.asked_to_leave else HEALING_S
         if self.run_until(self.now_s + patience_s, settled):
             return
         alive = [host for host in self.hosts if host.meeting is not None]

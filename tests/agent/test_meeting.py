@@ -97,6 +97,23 @@ def test_half_that_cannot_claim_the_next_membership_proposes_nothing_and_says_so
     assert own.hears("propose")["n"] == 2
 
 
+def test_leader_needs_the_voters_of_each_proposal_that_may_be_committed_elsewhere():
+    """Two leaders that were cut apart used the same number. Whichever token is larger, both proposals count."""
+    for own, other in (("a", "b"), ("b", "a")):
+        room = Room(member(0, of=9), Limits(1, 9, wait_s=0.0))
+        last = (7, tuple(f"token{node}" for node in range(5)))
+        open_ = {"n": 8, "v": 0, "before": (last,)}
+        mine = replace(basis(5, 5, by=own, **open_), voters=("token0", "token1", "token2"))
+        theirs = replace(basis(5, 5, by=other, **open_), voters=("token2", "token3", "token4"))
+        room.leader.basis, room.leader.membership = mine, 8
+        third = room.enter(member(3, of=9), age=theirs.age)
+        third.hears("show")
+        third.say("shown", basis=theirs.pack())
+        known = {frozenset(voters) for _, voters in room.leader.basis.electorates}
+        assert known == {frozenset(mine.voters), frozenset(theirs.voters), frozenset(last[1])}
+        assert room.leader.basis.follows == 7
+
+
 def test_ranks_do_not_stop_for_a_newcomer_that_still_imports():
     room = Room(member(0, of=2), Limits(1, 2, wait_s=0.0))
     room.job(1)
