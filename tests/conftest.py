@@ -27,7 +27,7 @@ IN_CI = os.environ.get("CI") == "true"
 ENGINE_WANTED = bool(os.environ.get("RANKUP_ENGINE"))
 # A test whose module or fixtures use one of these names may start a process
 STARTERS = {
-    "subprocess", "multiprocessing", "mp", "forks", "Forks", "jobs", "Job", "start", "run", "ended",
+    "mutants", "subprocess", "multiprocessing", "mp", "forks", "Forks", "jobs", "Job", "start", "run", "ended",
     "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
 }
 # pytest-xdist's workers run the tests; the process that started the workers runs none
