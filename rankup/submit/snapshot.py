@@ -15,6 +15,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from rankup.files import HEADER
 from rankup.places.files import SNAPSHOT
 
 MOST_BYTES, LARGE_BYTES = 100 * 2**20, 50 * 10**6
+# `git apply` takes this diff, whatever the user's settings of git are
+PATCH = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--no-relative", "--submodule=short",
+         "--src-prefix=a/", "--dst-prefix=b/")
 MTIME = 315532800  # 1980, the first time that zip files can hold
 # Where runs and caches lie, which git may not know to ignore
 LEFT_OUT = re.compile(
@@ -82,15 +86,23 @@ def take(folder: Path, file: str) -> Snapshot:
 
     def left_out(path: str) -> bool:
         """Return whether a file or folder that git does not track is not sent."""
-        environment = (folder / path / "pyvenv.cfg").is_file()
+        environment = os.path.isfile(folder / path / "pyvenv.cfg")
         return bool(LEFT_OUT.fullmatch(path)) or path in (*data, *made.outputs) or environment
 
-    state, tracked, untracked = _git(folder, left_out) or ({}, set[str](), set[str]())
-    if not tracked and not untracked:
-        state, untracked = {}, _walk(folder, left_out)
-    if secret := {path for path in untracked if SECRET.fullmatch(path.rpartition("/")[2])}:
-        made.notes.append(f"left out, because git does not track it: {' '.join(sorted(secret))}, which may be secret")
-    _read(folder, sorted(tracked | (untracked - secret) | {file}), made)
+    try:
+        state, tracked, untracked = _git(folder, left_out) or ({}, set[str](), set[str]())
+        if not tracked and not untracked:
+            state, untracked = {}, _walk(folder, left_out)
+        if secret := {path for path in untracked if SECRET.fullmatch(path.rpartition("/")[2])}:
+            which = f"{' '.join(sorted(secret))}, which may be secret"
+            made.notes.append(f"left out, because git does not track it: {which}")
+        # A folder with a tracked file, such as runs/.gitkeep, would be one of the snapshot, and keep the job's results
+        written = {path for path in tracked if any(f"{path}/".startswith(f"{out}/") for out in ("runs", *made.outputs))}
+        if lost := sorted(path for path in written if not path.rpartition("/")[2].startswith(".git")):
+            made.notes.append(f"left out, because jobs write there: {' '.join(lost)}")
+        _read(folder, sorted((tracked - written) | (untracked - secret) | {file}), made)
+    except OSError as error:
+        raise UserError(f"submit: {error.filename} must be readable, got {error.strerror}.") from None
     made.diff = state.pop("diff", b"")
     if state:
         state["dirty"] = state["dirty"] or bool(untracked - secret)
@@ -109,7 +121,11 @@ def _git(folder: Path, left_out: Callable[[str], bool]) -> tuple[dict[str, Any],
     neither tracked nor ignored nor left out. Returns None without git. Raises UserError if git refuses to answer."""
 
     def ask(*words: str) -> bytes:
-        return subprocess.run(["git", "-C", folder, *words], capture_output=True, check=True).stdout
+        env = {**os.environ, "LC_ALL": "C"}  # the messages below are English
+        done = subprocess.run(["git", "-C", folder, *words], env=env, capture_output=True, check=True)
+        if b"could not open directory" in done.stderr:  # git would leave its files out
+            raise subprocess.CalledProcessError(0, words, stderr=done.stderr)
+        return done.stdout
 
     try:
         about = ask("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", ".").decode(errors="replace")
@@ -117,15 +133,16 @@ def _git(folder: Path, left_out: Callable[[str], bool]) -> tuple[dict[str, Any],
     except FileNotFoundError:
         return None
     except subprocess.CalledProcessError as error:
-        if b"not a git repository" in error.stderr:
+        if b"not a git repository (or any" in error.stderr:  # not one whose .git leads nowhere
             return None
-        said = error.stderr.decode(errors="replace").strip()
+        said = " ".join(error.stderr.decode(errors="replace").split())
         raise UserError(f"submit: git must be able to list the files in {folder.resolve()}, got: {said}") from None
     facts = dict(re.findall(r"(?m)^# branch\.(oid|head) (.+)$", about))
     dirty = any(line[0] != "#" for line in about.splitlines())
-    state: dict[str, Any] = {"commit": facts["oid"], "branch": facts["head"], "dirty": dirty}
-    if dirty and facts["oid"] != "(initial)":
-        state["diff"] = ask("diff", "--binary", "HEAD", "--", ".")
+    commit = facts["oid"].replace("(initial)", "")
+    state: dict[str, Any] = {"commit": commit, "branch": facts["head"], "dirty": dirty}
+    if dirty and commit:
+        state["diff"] = ask("diff", *PATCH, "HEAD", "--", ".")
     tracked, untracked = ({os.fsdecode(path) for path in each.split(b"\0") if path} for each in listed)
     parents = {str(above) for path in untracked for above in Path(path).parents}
     aside = {path for path in {*untracked, *parents} - {"."} if left_out(path)}
@@ -133,15 +150,26 @@ def _git(folder: Path, left_out: Callable[[str], bool]) -> tuple[dict[str, Any],
     for paths in (tracked, untracked):  # a folder in the list is a submodule, or another repository
         for inner in [path for path in paths if (folder / path).is_dir() and not (folder / path).is_symlink()]:
             paths.remove(inner)
-            _, *both = _git(folder / inner, left_out) or ({}, _walk(folder / inner, left_out))
+            out = partial(_left_out_inside, left_out, inner)
+            # Without .git it is a submodule that is not checked out: git would answer for the folder around it
+            found = _git(folder / inner, out) if (folder / inner / ".git").exists() else None
+            _, *both = found or ({}, _walk(folder / inner, out))
             paths |= {os.path.join(inner, path) for found in both for path in found}
     return state, tracked, untracked
+
+
+def _left_out_inside(left_out: Callable[[str], bool], inner: str, path: str) -> bool:
+    return left_out(os.path.join(inner, path))
 
 
 def _walk(folder: Path, left_out: Callable[[str], bool]) -> set[str]:
     """Return the paths of all files and links in a folder without git, but those that are left out."""
     found = set[str]()
-    for place, folders, names in os.walk(folder):
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=fail):
         inside = os.path.relpath(place, folder)
         paths = {name: os.path.normpath(f"{inside}/{name}") for name in (*folders, *names)}
         kept = {name: path for name, path in paths.items() if not left_out(path)}
@@ -159,7 +187,10 @@ def _read(folder: Path, paths: list[str], made: Snapshot) -> None:
             raise UserError(f"submit: the name of a file must be one line without \\, got {path!r}. Rename the file.")
         if full.is_symlink():
             made.links[path] = target = os.readlink(full)
-            if os.path.isabs(target) or not full.resolve().is_relative_to(folder.resolve()):
+            # By name, too: ../mine/a.py leads elsewhere from the snapshot's folder
+            named = os.path.normpath(os.path.join(os.path.dirname(path), target))
+            real = Path(os.path.realpath(full))
+            if os.path.isabs(named) or named.split("/")[0] == ".." or not real.is_relative_to(folder.resolve()):
                 raise UserError(f"submit: {path} must be a link inside this folder, got one to {target}. Name it in "
                                 ".gitignore: a job on this machine still finds it.")
         elif full.is_file():  # git also lists removed files
@@ -173,7 +204,4 @@ def _read(folder: Path, paths: list[str], made: Snapshot) -> None:
             f"submit: a snapshot must have at most {MOST_BYTES >> 20} MiB, got {sizes.total() / 2**20:.0f}: {largest}. "
             "Name data in .gitignore: a job finds it in the folder from which it was submitted."
         )
-    try:
-        made.files = {path: ((folder / path).stat().st_mode & 0o777, (folder / path).read_bytes()) for path in sizes}
-    except OSError as error:
-        raise UserError(f"submit: {error.filename} must be readable, got {error.strerror}.") from None
+    made.files = {path: ((folder / path).stat().st_mode & 0o777, (folder / path).read_bytes()) for path in sizes}

@@ -2,12 +2,16 @@
 
 import json
 import os
+import pwd
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from rankup.errors import UserError
+from rankup.places.files import snapshot_text
 from rankup.submit import snapshot
 from rankup.submit.snapshot import Snapshot, take
 
@@ -81,9 +85,61 @@ def test_snapshot_has_the_files_of_submodules_and_of_a_folder_in_a_larger_reposi
     write(mine, {"third/lib/new.py": "1", "src/job.sbatch": ""})
     assert {"third/lib/lib.py", "third/lib/new.py"} < names(take(mine, "job.sbatch"))
     assert not any(".git/" in name or name.endswith(".git") for name in names(take(mine, "job.sbatch")))
+    write(mine, {"third/lib/data/0.txt": "1", "data.sbatch": "# rankup add slurm --data third/lib/data train.py\n"})
+    assert "third/lib/data/0.txt" in names(take(mine, "job.sbatch"))
+    assert "third/lib/data/0.txt" not in names(take(mine, "data.sbatch"))
     inner = take(mine / "src", "job.sbatch")
     assert names(inner) == {"pkg/a.py", "job.sbatch"}
     assert inner.record["commit"]
+    git(mine, "submodule", "--quiet", "deinit", "-f", "third/lib")
+    assert not any(name.startswith("third") for name in names(take(mine, "job.sbatch")))
+
+
+def test_snapshot_leaves_the_folders_of_results_to_the_users_folder(mine: Path) -> None:
+    """With a file of its own in runs/, the snapshot would have a folder runs/, which later jobs do not see."""
+    write(mine, {"runs/.gitkeep": "", "runs/base.yaml": "1", "outputs/a/.gitkeep": "", "outputs/b": "1", "runs2/c": "1",
+                 "add.sbatch": "# rankup add slurm --output outputs/a train.py\n"})
+    git(mine, "add", ".")
+    made = take(mine, "add.sbatch")
+    assert {"outputs/b", "runs2/c"} < names(made)
+    assert not {"runs/.gitkeep", "runs/base.yaml", "outputs/a/.gitkeep"} & names(made)
+    assert made.notes == ["left out, because jobs write there: runs/base.yaml"]
+
+
+def test_snapshot_keeps_a_diff_that_git_applies_with_any_settings(mine: Path) -> None:
+    for key, value in (("diff.external", "/bin/true"), ("diff.noprefix", "true"), ("color.ui", "always")):
+        git(mine, "config", key, value)
+    (mine / "train.py").write_text("2\n")
+    made = take(mine, "job.sbatch")
+    git(mine, "checkout", "-q", "train.py")
+    (mine.parent / "diff").write_bytes(made.diff)
+    git(mine, "apply", str(mine.parent / "diff"))
+    assert (mine / "train.py").read_text() == "2\n"
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_snapshot_refuses_a_folder_that_it_can_not_read(
+    with_git: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job without these files would be another one."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write(folder, {"job.sbatch": "", "closed/a.py": "1"})
+        if with_git:
+            git(folder, "init", "-q")
+        (folder / "closed").chmod(0)
+        monkeypatch.setenv("HOME", made)
+        user = os.geteuid()
+        if user == 0:  # root reads everything
+            subprocess.run(["chown", "-R", "nobody", made], check=True)
+            os.seteuid(pwd.getpwnam("nobody").pw_uid)
+        try:
+            said = refused(folder)
+        finally:
+            os.seteuid(user)
+            (folder / "closed").chmod(0o755)
+    assert said.startswith("submit: git must be" if with_git else f"submit: {folder}/closed must be readable, got ")
+    assert "Permission denied" in said
 
 
 def test_snapshot_is_named_by_content_commit_and_mode(mine: Path) -> None:
@@ -121,9 +177,11 @@ def test_snapshot_leaves_out_untracked_secrets_and_names_them(mine: Path) -> Non
 def test_snapshot_keeps_links_inside_and_refuses_others(mine: Path, tmp_path: Path) -> None:
     (mine / "best.py").symlink_to("src/pkg/a.py")
     (mine / "folder").symlink_to("src")
+    (mine / "loop").symlink_to("loop")
+    (mine / "later").symlink_to("points/later")
     made = take(mine, "job.sbatch")
-    assert made.links == {"best.py": "src/pkg/a.py", "folder": "src"}
-    for target in (str(tmp_path), "../elsewhere", str(mine / "train.py")):
+    assert made.links == {"best.py": "src/pkg/a.py", "folder": "src", "loop": "loop", "later": "points/later"}
+    for target in (str(tmp_path), "../elsewhere", str(mine / "train.py"), "src/../../mine/train.py"):
         (mine / "out").symlink_to(target)
         assert refused(mine).startswith(f"submit: out must be a link inside this folder, got one to {target}. ")
         (mine / "out").unlink()
@@ -151,6 +209,19 @@ def test_snapshot_refuses_names_that_no_list_holds(mine: Path, name: str) -> Non
 def test_snapshot_says_why_git_does_not_answer(mine: Path) -> None:
     (mine / ".git" / "index").write_text("nonsense")
     assert refused(mine).startswith(f"submit: git must be able to list the files in {mine}, got: ")
+    shutil.rmtree(mine / ".git")
+    (mine / ".git").write_text("gitdir: /gone\n")  # a copy of a worktree: without git, what it ignores would be sent
+    assert refused(mine).startswith(f"submit: git must be able to list the files in {mine}, got: ")
+
+
+def test_snapshot_without_git_where_git_speaks_german(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"train.py": "1", "job.sbatch": "", "bin/git": f"""#!/bin/sh
+[ "$LC_ALL" = C ] || {{ echo "fatal: Kein Git-Repository" >&2; exit 128; }}
+exec {shutil.which("git")} "$@"
+"""})
+    (tmp_path / "bin/git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert names(take(tmp_path, "job.sbatch")) == {"train.py", "job.sbatch", "bin/git"}
 
 
 def test_snapshot_before_the_first_commit(tmp_path: Path) -> None:
@@ -159,3 +230,4 @@ def test_snapshot_before_the_first_commit(tmp_path: Path) -> None:
     made = take(tmp_path, "job.sbatch")
     assert names(made) == {"train.py", "job.sbatch"}
     assert made.record["dirty"] is True
+    assert snapshot_text(**made.record) == f"{made.name} with changes"
