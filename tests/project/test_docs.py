@@ -45,7 +45,7 @@ FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--nt
                  # Of git, rsync and kubectl
                  "--porcelain", "--branch", "--untracked-files", "--cached", "--others", "--exclude-standard",
                  "--no-ext-diff", "--no-textconv", "--no-color", "--no-relative", "--submodule",
-                 "--binary", "--checksum", "--copy-dest", "--all", "--format", "--local",
+                 "--src-prefix", "--dst-prefix", "--binary", "--checksum", "--copy-dest", "--all", "--format", "--local",
                  "--ignore-not-found", "--grace-period",
                  "--field-selector", "--tail", "--max-log-requests", "--ignore-errors", "--since-time", "--detach"}
 FOREIGN_WORDS = {
