@@ -45,8 +45,8 @@ FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--nt
                  # Of git, rsync and kubectl
                  "--porcelain", "--branch", "--untracked-files", "--cached", "--others", "--exclude-standard",
                  "--no-ext-diff", "--no-textconv", "--no-color", "--no-relative", "--submodule",
-                 "--src-prefix", "--dst-prefix", "--binary", "--checksum", "--copy-dest", "--all", "--format", "--local",
-                 "--ignore-not-found", "--grace-period",
+                 "--src-prefix", "--dst-prefix", "--binary", "--checksum", "--copy-dest", "--all", "--format",
+                 "--local", "--ignore-not-found", "--grace-period",
                  "--field-selector", "--tail", "--max-log-requests", "--ignore-errors", "--since-time", "--detach"}
 FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
@@ -106,7 +106,8 @@ def known_flags() -> set[str]:
     switches = {f"--no-{name}" for name in names}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
     of_rankup = {flag for command in cli.COMMANDS.values() for flag in command.flags}
-    scripts = "".join(path.read_text() for of in ("tests/bench", "train/examples") for path in ROOT.glob(f"{of}/*.py"))
+    folders = ("tests/bench", "tests/agent", "train/examples")
+    scripts = "".join(path.read_text() for of in folders for path in ROOT.glob(f"{of}/*.py"))
     of_scripts = set(re.findall(r'add_argument\("(--[a-z-]+)"', scripts))
     assert "--kills" in of_scripts
     return ours | switches | torchruns | of_rankup | of_scripts | FOREIGN_FLAGS
