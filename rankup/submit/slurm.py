@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from rankup.errors import FAULT, FINISHED, ExpectedError, UserError
@@ -14,17 +15,30 @@ from rankup.slurm_task import fields
 from rankup.submit.machine import Machine, say
 from rankup.submit.snapshot import Snapshot
 
-OUTPUT = re.compile(r"^#SBATCH\s+(?:--(output|error)[ =]\s*|-([oe])\s*)(\S+)", re.MULTILINE)
+FLAG = re.compile(r"(--output|--error|--array|--open-mode|-[oea])=?(.*)")
+# What a snapshot can't change: a line that goes to, or runs, a path outside of it
+ELSEWHERE = re.compile(r"^(?!\s*#).*?(\bcd +[\"']?(?:/|~|\$\{?HOME)\S*|(?<![^\s\"'])/\S+\.py\b)", re.MULTILINE)
 LIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING",
         "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "UNKNOWN")
 
 
 def options(text: str) -> list[str]:
-    """Return sbatch's options that leave the output of a batch file where it would be without a snapshot."""
-    found = {{"o": "output", "e": "error"}.get(short, flag): path for flag, short, path in OUTPUT.findall(text)}
-    array = re.search(r"^#SBATCH\s+(--array|-a)", text, re.MULTILINE)
-    found = {"output": "slurm-%A_%a.out" if array else "slurm-%j.out", **found}
-    return ["--chdir=.", *(f"--{flag}=../../{path}" for flag, path in found.items() if path[0] != "/")]
+    """Return sbatch's options that leave the output of a batch file where it would be without a snapshot. A requeued
+    job goes on in the same file."""
+    found = dict[str, str]()
+    for line in re.findall(r"^#SBATCH\s(.*)", text, re.MULTILINE):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # one quotation mark
+            words = line.split()
+        for word, after in pairwise([*words, ""]):
+            if flag := FLAG.fullmatch(word):
+                short = {"-o": "--output", "-e": "--error", "-a": "--array"}.get(flag[1], flag[1])
+                found[short] = flag[2] or after
+    output = "slurm-%A_%a.out" if "--array" in found else "slurm-%j.out"
+    paths = {flag: found.get(flag, default) for flag, default in (("--output", output), ("--error", "/"))}
+    kept = [f"{flag}=../../{path}" for flag, path in paths.items() if path[0] != "/"]
+    return ["--chdir=.", *kept, *([] if "--open-mode" in found else ["--open-mode=append"])]
 
 
 def submit(machine: Machine, snapshot: Snapshot, file: str, args: Sequence[str], *, dry: bool, follow: bool) -> int:
@@ -33,7 +47,12 @@ def submit(machine: Machine, snapshot: Snapshot, file: str, args: Sequence[str],
     text = Path(file).read_text(errors="replace")
     if args and not re.search(r"\$[@*{1-9]", text):
         raise UserError(f'{file}: it must pass "$@" to the script, got none. Add it, or leave out {args[0]}.')
-    words = [*options(text), file, *args]
+    if found := ELSEWHERE.search(text):
+        say(f"{file} has `{found[1]}`: from there the job runs no files of the snapshot")
+    chosen = options(text)
+    words = [*chosen, f"./{file}" if file[0] == "-" else file, *args]
+    folders = (os.path.dirname(word.partition("=../../")[2]) for word in chosen)
+    snapshot.outputs += [folder for folder in folders if folder and "%" not in folder]  # Slurm makes none
     name = snapshot.name if dry else machine.place(snapshot)
     machine.show(f"cd {shlex.quote(f'{machine.folder}/.rankup/{name}')} && {shlex.join(['sbatch', *words])}")
     if dry:

@@ -7,8 +7,10 @@ shift 2
 whole() { (cd "$1" && sha256sum --quiet -c .rankup.sum) > /dev/null 2>&1; }
 
 written() { # SNAPSHOT: files that a job wrote beside its code
-  (cd "$1" && find . -name __pycache__ -prune -o -type f ! -name .rankup.sum ! -name '.slurm-*' -print |
-    cut -c3- | while IFS= read -r file; do cut -c67- .rankup.sum | grep -Fxq "$file" || echo "$file"; done)
+  (cd "$1" && { # the lines that come once are those of files that the list lacks
+    find . -name __pycache__ -prune -o -type f ! -name .rankup.sum ! -name '.slurm-*' -print | cut -c3-
+    cut -c67- .rankup.sum .rankup.sum
+  } | LC_ALL=C sort | uniq -u)
 }
 
 link() { # SNAPSHOT: link what it lacks
@@ -27,6 +29,8 @@ prune() { # keep the newest five snapshots, those of jobs, and those that jobs h
   used=
   ! command -v squeue > /dev/null || used=$(squeue -h -t all -u "$(id -un)" -o %Z) || return 0
   ls -td [0-9a-f]*/ | tail -n +6 | while IFS=/ read -r name; do
+    # shellcheck disable=SC3067 # dash, bash and busybox have -O
+    [ -O "$name" ] || continue # squeue was not asked for the jobs of another user of this folder
     case $used in *"/.rankup/$name"*) continue ;; esac
     ! whole "$name" || [ -n "$(written "$name")" ] || rm -rf "$name"
   done

@@ -46,7 +46,7 @@ FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--nt
                  "--porcelain", "--branch", "--untracked-files", "--cached", "--others", "--exclude-standard",
                  "--no-ext-diff", "--no-textconv", "--no-color", "--no-relative", "--submodule",
                  "--src-prefix", "--dst-prefix", "--binary", "--checksum", "--copy-dest", "--all", "--format",
-                 "--local", "--ignore-not-found", "--grace-period",
+                 "--local", "--ignore-not-found", "--grace-period", "--array", "--open-mode", "--error",
                  "--field-selector", "--tail", "--max-log-requests", "--ignore-errors", "--since-time", "--detach"}
 FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",

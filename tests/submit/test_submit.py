@@ -75,9 +75,41 @@ def test_submit_dry_run_prints_the_lines_and_writes_nothing(mine: Path, capfd: p
     lines = [line for line in capfd.readouterr().out.splitlines() if line[0] == "+"]
     assert sorted(mine.rglob("*")) == before
     assert re.sub("[0-9a-f]{12}", "NAME", lines[0]) == (
-        f"+ cd {mine}/.rankup/NAME && sbatch --chdir=. --output=../../logs/%x.out job.sbatch --lr 1"
+        f"+ cd {mine}/.rankup/NAME && sbatch --chdir=. --output=../../logs/%x.out --open-mode=append job.sbatch --lr 1"
     )
     assert lines[1].startswith("+ ssh login 'cd /data/mine/.rankup/")
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("", "--output=../../slurm-%j.out"),
+        ("#SBATCH --nodes=2 -o a.out -e b", "--output=../../a.out --error=../../b"),
+        ("#SBATCH --output 'a b' # -e no", "'--output=../../a b'"),
+        ('#SBATCH --output="a b" --array=1-3', "'--output=../../a b'"),
+        ("#SBATCH --array 1-3 -J don't", "--output=../../slurm-%A_%a.out"),
+        ("##SBATCH --output=a\n#SBATCH -o/b", ""),
+    ],
+)
+def test_submit_keeps_the_output_where_the_batch_file_has_it(
+    line: str, options: str, mine: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (mine / "-own.sbatch").write_text(f"#!/bin/sh\n#SBATCH --nodes=1\n{line}\nrun\n")
+    assert main(["submit", "--dry-run", "--", "-own.sbatch"]) == 0
+    want = " ".join(f"sbatch --chdir=. {options} --open-mode=append ./-own.sbatch".split())
+    assert capfd.readouterr().out.endswith(f" && {want}\n")
+
+
+@pytest.mark.parametrize("line", ["cd /home/me/mine", "  cd ~/mine", 'srun python "/a/train.py" --lr 1'])
+def test_submit_names_a_line_that_leaves_the_snapshot(
+    line: str, mine: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (mine / "own.sbatch").write_text(f"#SBATCH --nodes=1\n# cd /no\ncd src; cd $SLURM_SUBMIT_DIR\n{line}\n")
+    assert main(["submit", "--dry-run", "own.sbatch"]) == 0
+    assert "from there the job runs no files of the snapshot" in capfd.readouterr().out
+    (mine / "own.sbatch").write_text("#SBATCH --nodes=1\n# cd /no\ncd src; cd $SLURM_SUBMIT_DIR\n")
+    assert main(["submit", "--dry-run", "own.sbatch"]) == 0
+    assert "from there" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ def test_submit_sends_to_the_same_folder_of_the_home_and_only_once(desk: Desk) -
     assert "+ rsync -rlp --checksum " in said
     (name,) = desk.snapshots()
     place = desk.there / "mine/.rankup" / name
-    assert desk.jobs == [f"{place} --parsable --chdir=. --output=../../logs/%j.out job.sbatch --lr 0 1"]
+    assert desk.jobs == [f"{place} --parsable --chdir=. --output=../../logs/%j.out --open-mode=append "
+                         "job.sbatch --lr 0 1"]
+    assert (desk.there / "mine/logs").is_dir()  # Slurm does not make the folder of the output
     assert (place / "runs").resolve() == desk.there / "mine/runs"
     assert (place / ".venv/bin").is_dir()
     assert (desk.there / "seen").read_text().endswith("WORD = 1\n")
@@ -183,6 +185,23 @@ def test_submit_keeps_five_snapshots_those_of_jobs_and_those_with_files_of_jobs(
     assert desk.submit()[0] == 0
     assert desk.jobs[-1].startswith(f"{place}-2 ")
     assert (desk.there / "seen").read_text().endswith("WORD = 7\n")
+
+
+def test_submit_finds_files_of_jobs_by_name_in_any_tree(desk: Desk) -> None:
+    """A file named like an option, and a list that is read once, not once for each file. Another user's snapshots in a
+    shared folder stay, because squeue is asked for the jobs of this user."""
+    for name in ("-rf", "-x", "ä ö.py", *map(str, range(50))):
+        (desk.mine / name).touch()
+    desk.program("cut", f'echo >> "{desk.there}/cuts"; exec {shutil.which("cut")} "$@"')
+    for number in range(7):
+        (desk.mine / "recipe.py").write_text(f"WORD = {number}\n")
+        assert desk.submit()[0] == 0
+        if number == 0 and os.geteuid() == 0:
+            (kept,) = desk.snapshots()
+            shutil.chown(desk.there / "mine/.rankup" / kept, "nobody")
+        os.utime(desk.there / "mine/.rankup" / sorted(set(desk.snapshots()))[-1])
+    assert len((desk.there / "cuts").read_text().splitlines()) < 40
+    assert len(desk.snapshots()) == 5 + (os.geteuid() == 0)
 
 
 def test_status_on_a_host_without_rankup_says_so(desk: Desk) -> None:

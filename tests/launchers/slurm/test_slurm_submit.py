@@ -152,3 +152,28 @@ def test_slurm_submit_names_the_reason_of_slurm(cluster: Cluster, mine: Path) ->
         job.cancel()
         assert process.wait(timeout=100) == 1
     assert f"job {job.number} is over: cancelled, exit code 1" in said(mine)
+
+
+def test_slurm_submit_follows_a_batch_file_of_the_users_own(cluster: Cluster, mine: Path) -> None:
+    """It names its output itself, in a folder that does not exist yet, and says nothing of requeues. The folder has
+    runs/.gitkeep, as many have."""
+    (mine / "own.sbatch").write_text(
+        '#!/bin/sh\n#SBATCH --nodes=1 --requeue --job-name=own\n#SBATCH --output="logs of mine/%x-%j.out"\n'
+        'echo "start <${SLURM_RESTART_COUNT:-0}> $(cat recipe.py)"\n'
+        "while [ ! -e runs/go ]; do sleep 0.2; done\necho over > runs/result.txt\nexit 5\n"
+    )
+    (mine / "runs").mkdir()
+    (mine / "runs" / ".gitkeep").touch()
+    git(mine, "add", "own.sbatch", "runs/.gitkeep")
+    with command(cluster, mine, "submit", "own.sbatch") as process:
+        job = submitted(cluster, mine, mine, process)
+        wait_for("its output", lambda: "start <0> WORD = 'old'" in said(mine), log=lambda: said(mine))
+        write(mine, "new")
+        cluster.run("scontrol", "requeue", job.number)
+        job.go_on()
+        wait_for("its output", lambda: "start <1> WORD = 'old'" in said(mine), log=lambda: said(mine))
+        (mine / "runs" / "go").touch()
+        assert process.wait(timeout=300) == 5, said(mine)
+    assert f"writes to {mine}/logs of mine/own-{job.number}.out" in said(mine)
+    assert said(mine).count("start <") == 2
+    assert (mine / "runs" / "result.txt").read_text() == "over\n"
