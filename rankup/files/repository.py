@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from rankup.errors import UserError
-from rankup.files import HEADER
+from rankup.files import HEADER, leads_outside
 
 LISTS = ("uv.lock", "pylock.toml", "requirements.txt", "pyproject.toml", "setup.py")  # the first one that exists counts
 CONDA_LISTS = ("environment.yml", "environment.yaml", "conda.yaml")
@@ -339,12 +339,12 @@ def find_gaps(folder: Path, words: Sequence[str], mounted: Sequence[str], left_o
     lacking = [each for each in left_out if each.strip("/") not in ignored and (folder / each).exists()]
     if lacking and not names_all:
         yield f"files  your .dockerignore does not name {' '.join(lacking)}: add these lines, or the image has them too"
-    root = folder.resolve()
     for path in sorted(folder.iterdir()):
         if names_all or path.name in ignored or path.name in left_out:
             continue
-        if path.is_symlink() and not path.resolve().is_relative_to(root):
-            yield f"files  {path.name} is a link to {path.resolve()}, which no image has: give --data {path.name}"
+        if path.is_symlink() and leads_outside(folder, path.name):
+            target = os.path.realpath(path)
+            yield f"files  {path.name} is a link to {target}, which no image has: give --data {path.name}"
         elif path.is_dir() and _is_large(path):
             yield f"files  {path.name} has more than 1 GB, which the image would carry: give --data {path.name}"
     for word in words[1:]:

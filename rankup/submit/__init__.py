@@ -37,7 +37,9 @@ def submit(given: Namespace) -> int:
                         "kubectl config use-context NAME")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Machine(given.host) as machine:
-        snapshot = take(Path(), str(path))
+        # The Dockerfile copies the wheel that `rankup add` put beside it, though git may ignore wheels
+        wheels = map(str, Path().glob("rankup-*.whl")) if kind == "compose" else ()
+        snapshot = take(Path(), str(path), *wheels)
         size, files = sum(len(content) for _, content in snapshot.files.values()), len(snapshot.files) - 2
         for note in snapshot.notes:
             say(note)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError
-from rankup.files import HEADER
+from rankup.files import HEADER, leads_outside
 from rankup.places.files import SNAPSHOT
 
 MOST_BYTES, LARGE_BYTES = 100 * 2**20, 50 * 10**6
@@ -74,9 +74,9 @@ class Snapshot:
         Path(".rankup", name).write_bytes(content)
 
 
-def take(folder: Path, file: str) -> Snapshot:
-    """Return a snapshot of `folder`. `file`: the launch file, which is always part of it. Raises UserError for files
-    that can't be sent."""
+def take(folder: Path, file: str, *more: str) -> Snapshot:
+    """Return a snapshot of `folder`. `file` and `more`: the launch file and others that are always part of it. Raises
+    UserError for files that can't be sent."""
     made = Snapshot()
     header = HEADER.search((folder / file).read_text(errors="replace"))
     options = re.split(r" -m | -- | \S+\.py\b", header[1])[0] if header else ""  # before the script's
@@ -100,7 +100,8 @@ def take(folder: Path, file: str) -> Snapshot:
         written = {path for path in tracked if any(f"{path}/".startswith(f"{out}/") for out in ("runs", *made.outputs))}
         if lost := sorted(path for path in written if not path.rpartition("/")[2].startswith(".git")):
             made.notes.append(f"left out, because jobs write there: {' '.join(lost)}")
-        _read(folder, sorted((tracked - written) | (untracked - secret) | {file}), made)
+        wheels = {path.name for path in folder.glob("rankup-*.whl")}  # of `rankup add`, for the build of an image alone
+        _read(folder, sorted((tracked | untracked) - written - secret - wheels | {file, *more}), made)
     except OSError as error:
         raise UserError(f"submit: {error.filename} must be readable, got {error.strerror}.") from None
     made.diff = state.pop("diff", b"")
@@ -187,10 +188,7 @@ def _read(folder: Path, paths: list[str], made: Snapshot) -> None:
             raise UserError(f"submit: the name of a file must be one line without \\, got {path!r}. Rename the file.")
         if full.is_symlink():
             made.links[path] = target = os.readlink(full)
-            # By name, too: ../mine/a.py leads elsewhere from the snapshot's folder
-            named = os.path.normpath(os.path.join(os.path.dirname(path), target))
-            real = Path(os.path.realpath(full))
-            if os.path.isabs(named) or named.split("/")[0] == ".." or not real.is_relative_to(folder.resolve()):
+            if leads_outside(folder, path):
                 raise UserError(f"submit: {path} must be a link inside this folder, got one to {target}. Name it in "
                                 ".gitignore: a job on this machine still finds it.")
         elif full.is_file():  # git also lists removed files

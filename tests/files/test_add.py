@@ -285,6 +285,8 @@ def test_what_an_image_would_lack_or_carry_in_vain_is_said(repository: Path, cap
     (tmp_path / "imagenet").mkdir()
     (repository / "linked").symlink_to(tmp_path / "imagenet")
     (repository / "cached").mkdir()
+    (repository / "loop").symlink_to("loop")
+    (repository / "round").symlink_to(f"../{repository.name}/train.py")
     with (repository / "cached" / "train.bin").open("wb") as file:
         file.truncate(2 * 10**9)  # sparse
     (repository / "lib").mkdir()
@@ -294,10 +296,12 @@ def test_what_an_image_would_lack_or_carry_in_vain_is_said(repository: Path, cap
     (repository / "train.py").write_text(DDP + "import hydra\n")
     said = add(capsys, f"compose train.py --path={tmp_path}/imagenet")
     assert f"linked is a link to {tmp_path}/imagenet, which no image has: give --data linked" in said
+    assert f"round is a link to {repository}/train.py, which no image has" in said
     assert "cached has more than 1 GB, which the image would carry: give --data cached" in said
     assert f"{tmp_path}/imagenet is not in the image: give --data {tmp_path}/imagenet" in said
     assert "lib: empty, as submodules are" in said
     assert "docker/Dockerfile.gpu is here" in said
+    (repository / "round").unlink()
     assert "Hydra writes to outputs/" in said
     said = add(capsys, f"compose --data linked --data cached --data {tmp_path}/imagenet --output outputs train.py "
                        f"{tmp_path}/imagenet")

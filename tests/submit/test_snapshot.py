@@ -106,6 +106,14 @@ def test_snapshot_leaves_the_folders_of_results_to_the_users_folder(mine: Path) 
     assert made.notes == ["left out, because jobs write there: runs/base.yaml"]
 
 
+def test_snapshot_has_the_wheel_of_add_only_for_the_build_of_an_image(mine: Path) -> None:
+    """It is of no use to a job, and most of what a ConfigMap holds."""
+    write(mine, {"rankup-1-py3-none-any.whl": "1", ".gitignore": "*.whl\n"})
+    assert "rankup-1-py3-none-any.whl" in names(take(mine, "job.sbatch", "rankup-1-py3-none-any.whl"))
+    git(mine, "add", "-f", "rankup-1-py3-none-any.whl")
+    assert "rankup-1-py3-none-any.whl" not in names(take(mine, "job.sbatch"))
+
+
 def test_snapshot_keeps_a_diff_that_git_applies_with_any_settings(mine: Path) -> None:
     for key, value in (("diff.external", "/bin/true"), ("diff.noprefix", "true"), ("color.ui", "always")):
         git(mine, "config", key, value)
