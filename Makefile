@@ -52,10 +52,10 @@ engine: $(TESTED) ## Run pytest on a real container engine: build the image, sta
 soak: $(TESTED) ## Run the tests with random faults a hundred times each, and lose a rank at every place (hours)
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
 
-compare: $(TESTED) ; $(RUN)python tests/bench/compare.py $(ARGS) ## Compare methods and launchers (ARGS: --only, settings)
+compare: $(TESTED) ; $(RUN)python bench/compare.py $(ARGS) ## Compare methods and launchers (ARGS: --only, settings)
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Check whether this machine can train (ARGS: settings)
 race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
-	$(RUN)python tests/bench/race.py $(ARGS)
+	$(RUN)python bench/race.py $(ARGS)
 
 k8s-kind k8s-minikube k8s-logs k8s-delete: ## Make a cluster and run a job in it (FILE=job): k8s/README.md
 	@k8s/kube.sh $(@:k8s-%=%)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.compare import main, sum_up
+from bench.compare import main, sum_up
 
 Compare = Callable[..., dict]
 

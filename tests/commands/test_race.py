@@ -1,6 +1,6 @@
 """`make race`: the entrants that need only torch run and train equally, and the table has their speeds.
 
-The laps of Accelerate and Lightning would double the time. Their scripts are also in tests/bench/racers/.
+The laps of Accelerate and Lightning would double the time. Their scripts are also in bench/racers/.
 """
 
 import json
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.race import ENTRANTS, RANKUP, Lap, prepare_data, ratio, table
-from tests.bench.racers import shared
+from bench.race import ENTRANTS, RANKUP, Lap, prepare_data, ratio, table
+from bench.racers import shared
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
@@ -28,7 +28,7 @@ def test_race_runs_and_writes_its_results(tmp_path: Path) -> None:
     chosen = ["tutorial", RANKUP]
     line = ["--repeats", "1", "--processes", "1", "--precision", "fp32", "--random"]
     line += ["--warm-up", "10", "--steps", "30"]
-    command = [sys.executable, ROOT / "tests/bench/race.py", *line, "--only", *chosen, "--output", tmp_path]
+    command = [sys.executable, ROOT / "bench/race.py", *line, "--only", *chosen, "--output", tmp_path]
     with jobs.ended(jobs.start(*command)) as job:
         assert job.wait(timeout_s=800) == [0], job.output
     one, other = json.loads((tmp_path / "race.json").read_text())
@@ -47,7 +47,7 @@ def test_race_entrants_train_equally_on_two_ranks(forks: Forks, tmp_path: Path) 
     task = shared.Task(str(tmp_path), 128, 10, 30, "fp32", str(tmp_path / "result.json"), "")
     losses = []
     for entrant in ALONE:
-        script, own = ROOT / f"tests/bench/racers/{entrant.script}.py", replace(task, variant=entrant.variant)
+        script, own = ROOT / f"bench/racers/{entrant.script}.py", replace(task, variant=entrant.variant)
         forks.ends(script, json.dumps(asdict(own)), world_size=2, preload="tests.rigs.foreign_scripts:be_script")
         losses.append(json.loads(Path(task.result).read_text())["loss"])
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-3)

@@ -28,7 +28,7 @@ from train.workloads import Workload
 TOP_LEVEL = {
     "docker", "k8s", "slurm", "rankup", "train", "tests", "compose.yaml", "Makefile",
     "README.md", "README.zh.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "CITATION.cff", "LICENSE",
-    "SECURITY.md", "pyproject.toml", "site", "CODE_OF_CONDUCT.md",
+    "SECURITY.md", "pyproject.toml", "site", "bench", "CODE_OF_CONDUCT.md",
 }
 # Flags and words with an underscore that belong to other projects
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
@@ -106,7 +106,7 @@ def known_flags() -> set[str]:
     switches = {f"--no-{name}" for name in names}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
     of_rankup = {flag for command in cli.COMMANDS.values() for flag in command.flags}
-    folders = ("tests/bench", "tests/agent", "train/examples")
+    folders = ("bench", "tests/agent", "train/examples")
     scripts = "".join(path.read_text() for of in folders for path in ROOT.glob(f"{of}/*.py"))
     of_scripts = set(re.findall(r'add_argument\("(--[a-z-]+)"', scripts))
     assert "--kills" in of_scripts

@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.bench.charts import charts
-from tests.bench.recording import BEFORE_S, COLUMNS, COMMAND, ROWS
+from bench.charts import charts
+from bench.recording import BEFORE_S, COLUMNS, COMMAND, ROWS
 from tests.rigs.jobs import ROOT
 
 
@@ -36,5 +36,5 @@ def test_recording_shows_a_kill_after_three_seconds_and_the_resume() -> None:
 
 def test_charts_show_the_figures_of_the_tables() -> None:
     for name, picture in charts((ROOT / "README.md").read_text()).items():
-        assert (ROOT / "tests" / "bench" / name).read_text() == picture
-        assert f"](tests/bench/{name})" in (ROOT / "README.md").read_text()
+        assert (ROOT / "bench" / name).read_text() == picture
+        assert f"](bench/{name})" in (ROOT / "README.md").read_text()

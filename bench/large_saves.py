@@ -1,6 +1,6 @@
 """Measure how long a save of a large plain state holds up its loop, beside torch.distributed.checkpoint's async_save.
 
-    python tests/bench/large_saves.py --megabytes 100 1000
+    python bench/large_saves.py --megabytes 100 1000
 
 One process saves a state of each size by `job.save` with `save="sync"` and in the background, and by `async_save` into
 a folder of the same disk. The three take turns. The table has the median time for which the call holds up the loop, and
@@ -17,9 +17,9 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.bench.machine import conditions, markdown_table
+from bench.machine import conditions, markdown_table
 from tests.rigs.jobs import ROOT
 
 SCRIPT = """

@@ -3,7 +3,7 @@
 Each rank's agent is a process of its own, and does what it does beside a rank of torchrun. The ranks themselves are
 left out: this process has their sockets and records.
 
-    python tests/bench/joining.py 2 64 256 1024
+    python bench/joining.py 2 64 256 1024
 
 For each size this prints the seconds from the moment when all agents have started until the last rank hears that all
 have met, including the test of its route to the next rank, and the memory of an agent. Each size may take 300 s at
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rankup.agent import rank_agent
 from rankup.agent.network import encode

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankup
+from bench.racers import shared
 from rankup.seeds import derive_seed
-from tests.bench.racers import shared
 from train.parallel.model import keep_freed_memory
 
 

@@ -1,6 +1,6 @@
 """Meetings of many nodes in virtual time: events, bytes, and the leader's CPU seconds. No process, no connection.
 
-    python -m tests.bench.meeting 64 1024 4096"""
+    python -m bench.meeting 64 1024 4096"""
 
 import gc
 import json

@@ -4,7 +4,7 @@ Each agent of `rankup launch --nnodes LEAST:MOST --spares 1` is a process of its
 messages. Its ranks are left out: the fork server of this script starts no process, and a rank ends as soon as it gets a
 signal.
 
-    python tests/bench/agents.py 16 64 256
+    python bench/agents.py 16 64 256
 
 For each number of agents this prints the seconds from the first start until every agent has started its ranks, then
 from the kill of the leading agent until all others have started them again, and the memory of an agent. All traffic
@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rankup.agent import ranks
 from rankup.agent.agent import Agent

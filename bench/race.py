@@ -1,6 +1,6 @@
 """A race on this machine between rankup and what users would take instead: images/s, and the accuracy that is reached.
 
-    make race     (or: python tests/bench/race.py --repeats 5 --processes 1 2 --precision fp32 bf16)
+    make race     (or: python bench/race.py --repeats 5 --processes 1 2 --precision fp32 bf16)
 
 All entrants train the same model from the same weights, on the same batches in the same order, with the same SGD and
 one thread per process (`racers/shared.py`). Each entrant is a short script in `racers/`, whose docstring says how it
@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.bench import machine
-from tests.bench.racers import shared
-from tests.bench.racers.shared import Task
+from bench import machine
+from bench.racers import shared
+from bench.racers.shared import Task
 from tests.rigs.idx_files import write_idx
 from tests.rigs.jobs import MAIN, ROOT
 from train.data.sources.fetch import KNOWN, locate
@@ -70,7 +70,7 @@ def run_script(entrant: Entrant, task: Task, processes: int) -> tuple[dict[str, 
     """Run a script of racers/. Return its result (see `shared.finish`), and the seconds of the whole command."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes] if processes > 1 else []
     settings = json.dumps(asdict(replace(task, variant=entrant.variant)))
-    line = [sys.executable, *torchrun, "-m", f"tests.bench.racers.{entrant.script}", settings]
+    line = [sys.executable, *torchrun, "-m", f"bench.racers.{entrant.script}", settings]
     _, seconds = machine.run(*line)
     return json.loads(Path(task.result).read_text()), seconds
 
@@ -79,7 +79,7 @@ def run_rankup(task: Task, processes: int) -> tuple[dict[str, float], float]:
     """Do the same as `run_script` for rankup's command line."""
     runs = Path(task.result).parent
     flags = [
-        "--workload", "tests.bench.racers.shared:build", "--options.data", task.data, "--batch-size", task.batch_size,
+        "--workload", "bench.racers.shared:build", "--options.data", task.data, "--batch-size", task.batch_size,
         "--max-steps", task.steps, "--log-every-steps", task.warm_up, "--lr", shared.LR, "--momentum", shared.MOMENTUM,
         "--weight-decay", 0, "--schedule", "constant", "--precision", task.precision, "--device", "cpu",
         "--run-dir", runs, "--name", "race", "--fresh",

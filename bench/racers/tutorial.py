@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tests.bench.racers import shared
+from bench.racers import shared
 
 
 def open_loader(task: shared.Task) -> DataLoader:

@@ -1,7 +1,7 @@
 """Measure how long a lost rank stops the training, and how many finished steps it costs.
 
-    python tests/bench/recovery.py [launch compose slurm pods] [--kills 10]      # as root; make image comes first
-    python tests/bench/recovery.py launch --settings "--parallel fsdp"
+    python bench/recovery.py [launch compose slurm pods] [--kills 10]      # as root; make image comes first
+    python bench/recovery.py launch --settings "--parallel fsdp"
 
 Each round has four events: it stops the whole job and starts it again, and it kills (kill -9) rank 0 on node 0, rank 1
 on node 1, and a whole node. A busy period slows all four, so the kills can be compared with the cold restart. The time
@@ -25,9 +25,9 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.bench.machine import conditions, markdown_table, step_ends
+from bench.machine import conditions, markdown_table, step_ends
 from tests.rigs import containers, kubepods, slurm_cluster
 from tests.rigs.containers import docker, rank_of, wait_for
 from tests.rigs.jobs import MAIN, ROOT, environment

@@ -1,6 +1,6 @@
 """Count found bit flips, correctly named ranks, and false alarms of healthy runs. rankup/corruption.md has the results.
 
-`python -m tests.bench.flips --runs 100 --log flips.jsonl` runs tests/job/corrupt_script.py 100 times with one random
+`python -m bench.flips --runs 100 --log flips.jsonl` runs tests/job/corrupt_script.py 100 times with one random
 bit of one random rank flipped at a random step, and 100 times without, in turns. It resumes where its log ends.
 `--kinds before shard` flips bits that no comparison sees. `--kinds product product-fsdp --rate 0.1` breaks a rank for
 good: this fraction of its forward passes has one wrong bit in a product, and all ranks recompute every fifth step.
@@ -18,7 +18,7 @@ from pathlib import Path
 from rankup.loop.agreement import RECORD
 from tests.rigs.fork_server import Forks
 
-SCRIPT = Path(__file__).parents[1] / "job" / "corrupt_script.py"
+SCRIPT = Path(__file__).parents[1] / "tests" / "job" / "corrupt_script.py"
 KINDS = ("weight", "optimizer", "gradient")
 RECOMPUTE, STEPS = 5, 40
 

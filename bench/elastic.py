@@ -1,7 +1,7 @@
 """Measure what a lost or returning node costs a job: under `launch`, with and without a spare, and under torchrun.
 
-    python tests/bench/elastic.py [--repeats 10]
-    python tests/bench/elastic.py --light 64
+    python bench/elastic.py [--repeats 10]
+    python bench/elastic.py --light 64
 
 Three nodes of one process each run on this machine. Each repeat starts each kind of job, and causes the events that the
 table lists. A node is either killed with its ranks, which the others notice at once, or stopped (SIGSTOP), which they
@@ -28,12 +28,12 @@ from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import recovery
+from bench.machine import conditions, markdown_table, step_ends
+from bench.recovery import SETTINGS, Fault
 from tests.agent.test_membership import Nodes
-from tests.bench import recovery
-from tests.bench.machine import conditions, markdown_table, step_ends
-from tests.bench.recovery import SETTINGS, Fault
 from tests.rigs.containers import wait_for
 from tests.rigs.jobs import MAIN, ended, lives, start
 

@@ -1,6 +1,6 @@
 """Measure what a save costs the training of a ResNet-50 with SGD's momentum, 189 MB: in the background, or waited for.
 
-    python tests/bench/saves.py --repeats 5
+    python bench/saves.py --repeats 5
 
 For each number of processes this trains with `--save sync`, with `--save auto`, and with only the last save. The three
 take turns, so that a busy period slows all of them. A table of medians is printed with its conditions: the time for
@@ -19,9 +19,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.bench.machine import conditions, markdown_table, run, step_ends
+from bench.machine import conditions, markdown_table, run, step_ends
 from tests.rigs import places
 from tests.rigs.jobs import MAIN, ROOT
 
@@ -38,7 +38,7 @@ def train(how: str, world_size: int, folder: Path) -> dict[str, float]:
         f"--save={how}", f"--save-every-steps={EVERY}")
     launch = ["-m", "rankup", "launch", f"--nproc={world_size}", "--max-restarts=0"] if world_size > 1 else []
     # Python runs this file at the start of each process
-    (folder / "sitecustomize.py").write_text("from tests.bench.saves import install\n\ninstall()\n")
+    (folder / "sitecustomize.py").write_text("from bench.saves import install\n\ninstall()\n")
     run(sys.executable, *launch, MAIN, "train", *LINE, *save, f"--max-steps={STEPS}", f"--run-dir={folder}",
         env={"PYTHONPATH": f"{folder}:{ROOT}", "MEASURED": str(folder / "blocked.json")})
     ends_s = step_ends(folder / "run")

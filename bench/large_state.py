@@ -1,6 +1,6 @@
 """Measure what a large plain state costs: seconds and memory of a resume, and seconds of a rescue.
 
-    python tests/bench/large_state.py --megabytes 100 1000 --ranks 2 4
+    python bench/large_state.py --megabytes 100 1000 --ranks 2 4
 
 For each size and number of ranks this trains two steps of SGD with momentum, and resumes three times: once for the
 time, once while the memory of all ranks is watched, and once after a rank was killed. The table has the seconds from
@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.bench.machine import conditions, markdown_table
+from bench.machine import conditions, markdown_table
 from tests.rigs.jobs import ROOT
 
 SCRIPT = """

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.bench.charts import draw
-from tests.bench.machine import conditions, markdown_table, step_ends
+from bench.charts import draw
+from bench.machine import conditions, markdown_table, step_ends
 from tests.rigs.jobs import MAIN, ROOT, environment, free_port
 
 OPTIONS = ("--nproc-per-node", "{nproc}", "--master-port", "{port}")

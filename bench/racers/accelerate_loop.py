@@ -12,7 +12,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.bench.racers import shared
+from bench.racers import shared
 
 
 def main() -> None:

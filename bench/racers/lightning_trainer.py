@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.bench.racers import shared
+from bench.racers import shared
 
 
 class Module(lightning.LightningModule):

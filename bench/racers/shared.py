@@ -1,7 +1,7 @@
 """The model, images, order of images, clock and evaluation that all entrants of the race share.
 
 An entrant is a user's script with its own loop. Of rankup it uses only `derive_seed`, the seed of an epoch's order.
-`build` below gives the same model and data to rankup itself, as `--workload tests.bench.racers.shared:build`.
+`build` below gives the same model and data to rankup itself, as `--workload bench.racers.shared:build`.
 """
 
 import json

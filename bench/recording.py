@@ -1,6 +1,6 @@
 """Record `make up` on two nodes, one of which is killed, as an animated picture: docker/kill.svg.
 
-    python tests/bench/recording.py [--output docker/kill.svg]      # as root; make image comes first
+    python bench/recording.py [--output docker/kill.svg]      # as root; make image comes first
 
 The picture shows the lines of `make up`, without `[node0 r0/2]`, at their own times, from three seconds before the kill
 to three seconds after the resume. Of the later lines only the most important are shown. A line that begins with $ is
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 ARGS = "--epochs 3 --name recording --fresh"
 KILL_AFTER = "epoch 1:"
 COMMAND = "$ kill -9 $(docker inspect -f '{{.State.Pid}}' rankup-node1-1)"

@@ -1,6 +1,6 @@
-"""Draw the README's tables of recovery and of the race: tests/bench/recovery.svg and tests/bench/race.svg.
+"""Draw the README's tables of recovery and of the race: bench/recovery.svg and bench/race.svg.
 
-    python tests/bench/charts.py      # after README.md has new figures from recovery.py or race.py
+    python bench/charts.py      # after README.md has new figures from recovery.py or race.py
 """
 
 import re
@@ -60,5 +60,5 @@ def _short(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for name, picture in charts((HERE.parents[1] / "README.md").read_text()).items():
+    for name, picture in charts((HERE.parent / "README.md").read_text()).items():
         (HERE / name).write_text(picture)
