@@ -36,6 +36,7 @@ from rankup.timing import CONNECT_S, HELLO_S, PAUSE_S, PORT_S
 
 T = TypeVar("T")
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+LATE_S = 0.5  # a timer that fires this much later shows that this process got no CPU
 LONGEST = 1 << 20  # bytes of one message; the longest are a commit, which names each host, and a hello, which names
 # each file that the script imports from its folder
 SECRET_FILE = "RANKUP_SECRET_FILE"
@@ -43,6 +44,20 @@ WAY_OUT = f"Set {SECRET_FILE} to the same content on all nodes, or on none"
 NONCE = 32  # bytes of a nonce, and of an HMAC-SHA256
 SHORTEST, LONGEST_SECRET = 16, 4096  # bytes
 MOST_HALF_OPEN = 256  # connections that have not proved the secret yet; a process may open 1,024 files by default
+
+
+async def _open(ip: str, port: int, *, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect. Raises an OSError. On a busy machine the event loop may run again only after the timeout. It then looks
+    at its clock before it looks at the connection, which may stand long since: try again."""
+    for _ in range(5):
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.open_connection(ip, port, limit=LONGEST)
+        except TimeoutError:
+            if time.monotonic() - began_s < timeout_s + LATE_S:
+                break
+    raise TimeoutError
 
 
 class Link:
@@ -56,13 +71,13 @@ class Link:
 
     @classmethod
     async def connect(cls, host: str, port: int, *, timeout_s: float = CONNECT_S) -> "Link":
-        """Connect to the first address of `host` that accepts. `timeout_s`: for each address. Raises the OSError of the
-        last address (TimeoutError, ConnectionRefusedError, ...), or gaierror if the name does not resolve."""
+        """Connect to the first address of `host` that accepts. `timeout_s`: for each address; time in which this
+        process had no CPU does not count. Raises the OSError of the last address (TimeoutError, ConnectionRefusedError,
+        ...), or gaierror if the name does not resolve."""
         last: OSError = TimeoutError()
         for ip in await addresses_of(host, timeout_s=timeout_s):
             try:
-                async with asyncio.timeout(timeout_s):
-                    reader, writer = await asyncio.open_connection(ip, port, limit=LONGEST)
+                reader, writer = await _open(ip, port, timeout_s=timeout_s)
             except OSError as error:
                 last = error
                 continue

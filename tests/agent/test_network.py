@@ -3,12 +3,13 @@
 import asyncio
 import os
 import socket
+import time
 from typing import Any
 
 import pytest
 
 from rankup.agent import network
-from rankup.agent.network import chosen_address, interface_variables, listen
+from rankup.agent.network import Link, chosen_address, interface_variables, listen
 from rankup.errors import UserError
 
 MACHINE = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.5", "ib0": "192.168.50.5", "down0": ""}
@@ -51,3 +52,34 @@ def test_port_that_needs_permission_is_the_users_mistake(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "create_server", refuse)
     with pytest.raises(UserError, match=rf"MASTER_PORT=80 can't be opened: {os.strerror(number)}\. "):
         asyncio.run(listen(never, ip="", port=80))
+
+
+# Connections ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("busy", "tries"), [(True, 2), (False, 1)])
+def test_connection_that_stands_counts_although_this_process_got_no_cpu(
+    monkeypatch: pytest.MonkeyPatch, busy: bool, tries: int
+) -> None:
+    """A busy process looks at its clock before it looks at its connections. A silent address is tried once."""
+    real, tried = asyncio.open_connection, list[bool]()
+
+    async def open_connection(*where: Any, **more: Any) -> Any:
+        tried.append(True)
+        if not busy:
+            await asyncio.sleep(60)
+        elif len(tried) == 1:
+            time.sleep(0.1 + 2 * network.LATE_S)  # as for a process that others keep from running
+        return await real(*where, **more)
+
+    async def connect() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            (await Link.connect("127.0.0.1", listener.getsockname()[1], timeout_s=0.1)).close()
+
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    if busy:
+        asyncio.run(connect())
+    else:
+        with pytest.raises(TimeoutError):
+            asyncio.run(connect())
+    assert len(tried) == tries
