@@ -12,7 +12,7 @@ import subprocess
 from argparse import Namespace
 from pathlib import Path
 
-from rankup.errors import FINISHED, UserError, root_cause
+from rankup.errors import FINISHED, Stopped, UserError, root_cause
 from rankup.places.files import snapshot_text
 from rankup.submit import k8s, slurm
 from rankup.submit.machine import Machine, say
@@ -25,7 +25,7 @@ def submit(given: Namespace) -> int:
     """Submit the job of a launch file. Returns the job's exit code, or 0 if the user stops looking at it. Raises
     UserError for a mistake, and ExpectedError if the other side can't be reached."""
     file, *args = given.words[1:] if given.words[0] == "--" else given.words
-    path = Path(os.path.relpath(file))
+    path = Path(os.path.relpath(Path(file).parent.resolve() / Path(file).name))
     if path.parts[0] == ".." or not path.is_file():
         raise UserError(f"submit: FILE must be a launch file in this folder, got {file}. `rankup add` writes them.")
     text = path.read_text(errors="replace")
@@ -36,6 +36,17 @@ def submit(given: Namespace) -> int:
         raise UserError(f"submit: --host must come with Slurm or compose, got {file}. kubectl has a context instead: "
                         "kubectl config use-context NAME")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return _send(given, path, kind, args)
+    except KeyboardInterrupt:  # what comes after the job's start says so itself
+        raise Stopped("Ctrl-C before the job was submitted: nothing runs.") from None
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
+
+
+def _send(given: Namespace, path: Path, kind: str, args: list[str]) -> int:
+    """Take the snapshot, submit the job and follow it. Returns the job's exit code."""
     with Machine(given.host) as machine:
         # The Dockerfile copies the wheel that `rankup add` put beside it, though git may ignore wheels
         wheels = map(str, Path().glob("rankup-*.whl")) if kind == "compose" else ()

@@ -15,7 +15,7 @@ from typing import Any
 
 from rankup.errors import FAULT, FINISHED, UserError, root_cause
 from rankup.files import IN_IMAGE
-from rankup.submit.machine import say
+from rankup.submit.machine import say, uninterrupted
 from rankup.submit.snapshot import Snapshot
 
 Object = dict[str, Any]
@@ -80,19 +80,26 @@ def submit(snapshot: Snapshot, file: str, args: Sequence[str], *, dry: bool, fol
         for path, content in written.items():
             snapshot.keep(path, json.dumps(content).encode())
     # Not `apply` for a ConfigMap: it would keep a copy of it as an annotation, which is too long
-    for verb, path in zip(("create", "apply"), written, strict=True):
-        print(f"+ kubectl {shlex.join([verb, *space, '-f', f'.rankup/{path}'])}", flush=True)
-        if not dry:
-            kubectl(verb, *space, "-f", f".rankup/{path}", once=verb == "create" and not large)
-        if large and verb == "create":
-            _stream(packed, code, sender["metadata"]["name"], space, dry=dry)
-    if not dry and not large:
-        uid = kubectl("get", *space, what, "-o", "jsonpath={.metadata.uid}")
-        owned = [{"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": name, "uid": uid}]
-        kubectl("patch", *space, "configmap", code, "-p", json.dumps({"metadata": {"ownerReferences": owned}}))
+    create, apply = ([verb, *space, "-f", f".rankup/{path}"]
+                     for verb, path in zip(("create", "apply"), written, strict=True))
+    print(f"+ kubectl {shlex.join(create)}", flush=True)
+    if not dry:
+        kubectl(*create, once=not large)
+    if large:
+        _stream(packed, code, sender["metadata"]["name"], space, dry=dry)
+    print(f"+ kubectl {shlex.join(apply)}", flush=True)
+
+    def start() -> None:
+        kubectl(*apply)
+        if not large:
+            uid = kubectl("get", *space, what, "-o", "jsonpath={.metadata.uid}")
+            owned = [{"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": name, "uid": uid}]
+            kubectl("patch", *space, "configmap", code, "-p", json.dumps({"metadata": {"ownerReferences": owned}}))
+
+    stopped = not dry and uninterrupted(start)[1]
     labels = templates[0].get("metadata", {}).get("labels") or {"job-name": name}
     chosen = [*space, "-l", ",".join(f"{key}={value}" for key, value in sorted(labels.items()))]
-    return _follow(what, chosen, space, quiet=dry or not follow)
+    return _follow(what, chosen, space, quiet=dry or stopped or not follow)
 
 
 def _stream(packed: bytes, code: str, pod: str, space: Sequence[str], *, dry: bool) -> None:

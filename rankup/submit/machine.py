@@ -6,17 +6,34 @@ import re
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from rankup.errors import ExpectedError, UserError
 from rankup.submit.snapshot import Snapshot
 
 SCRIPT = (Path(__file__).parent / "store.sh").read_text()
+Result = TypeVar("Result")
 MARK = "--rankup--"  # comes before the output of store.sh, because a login shell may print a greeting
+
+
+def uninterrupted(work: Callable[[], Result]) -> tuple[Result, bool]:
+    """Hold Ctrl-C back, also from child processes, while `work` submits a job: else nobody would know whether there is
+    one. Returns the result of `work`, and whether the user pressed Ctrl-C."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        result, pressed = work(), signal.SIGINT in signal.sigpending()
+        if pressed:
+            signal.sigwait({signal.SIGINT})
+        return result, pressed
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def say(text: str) -> None:

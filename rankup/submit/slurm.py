@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from rankup.errors import FAULT, FINISHED, ExpectedError, UserError
 from rankup.slurm_task import fields
-from rankup.submit.machine import Machine, say
+from rankup.submit.machine import Machine, say, uninterrupted
 from rankup.submit.snapshot import Snapshot
 
 FLAG = re.compile(r"(--output|--error|--array|--open-mode|-[oea])=?(.*)")
@@ -57,19 +56,17 @@ def submit(machine: Machine, snapshot: Snapshot, file: str, args: Sequence[str],
     machine.show(f"cd {shlex.quote(f'{machine.folder}/.rankup/{name}')} && {shlex.join(['sbatch', *words])}")
     if dry:
         return FINISHED
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # else nobody would know whether there is a job
     try:
-        job, _, shown = machine.do("sbatch", name, *words).decode().partition("\n")
+        answer, stopped = uninterrupted(lambda: machine.do("sbatch", name, *words))
     except ExpectedError as error:
         raise UserError(f"{file}: Slurm must accept the job, got: {error}") from None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    job, _, shown = answer.decode().partition("\n")
     found = re.search(r"(?m)^ *StdOut=(.*)", shown)  # the path may have spaces
     output = re.sub(r"%[jJA]", job, os.path.normpath(found[1])) if found else f"{machine.folder}/slurm-{job}.out"
     say(f"job {job} of snapshot {name} writes to {output}")
     ssh, host = (f"ssh {machine.host} ", f" --host {machine.given}") if machine.host else ("", "")
     advice = f"Look: rankup status{host}. Stop: {ssh}scancel {job}. Come back: {ssh}tail -n +1 -F {shlex.quote(output)}"
-    if not follow or "ArrayTaskId=" in shown:
+    if stopped or not follow or "ArrayTaskId=" in shown:
         say(advice)
         return FINISHED
     try:

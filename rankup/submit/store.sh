@@ -19,8 +19,8 @@ link() { # SNAPSHOT: link what it lacks
       for each in "$top/$place"/* "$top/$place"/.[!.]*; do
         name=${each##*/}
         case $name in .git | .rankup | .slurm-* | slurm-*.out | __pycache__) continue ;; esac
-        [ ! -e "$each" ] || [ -e "$place/$name" ] || [ -L "$place/$name" ] || ln -s "$each" "$place/$name" || exit
-      done
+        [ ! -e "$each" ] || [ -e "$place/$name" ] || [ -L "$place/$name" ] || printf '%s\0' "$each"
+      done | xargs -0r ln -s -t "$place" || exit
     done)
 }
 

@@ -104,6 +104,15 @@ def test_submit_keeps_the_output_where_the_batch_file_has_it(
     assert capfd.readouterr().out.endswith(f" && {want}\n")
 
 
+def test_submit_takes_a_file_by_its_whole_path_in_a_linked_folder(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "linked").symlink_to(mine)
+    monkeypatch.chdir(tmp_path / "linked")
+    assert main(["submit", "--dry-run", f"{tmp_path}/linked/job.sbatch"]) == 0
+    assert capfd.readouterr().out.endswith(" job.sbatch\n")
+
+
 @pytest.mark.parametrize("line", ["cd /home/me/mine", "  cd ~/mine", 'srun python "/a/train.py" --lr 1'])
 def test_submit_names_a_line_that_leaves_the_snapshot(
     line: str, mine: Path, capfd: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ class Desk:
                "PATH": f"{path}{self.folder / 'laptop' / 'bin'}:{self.folder / 'ssh' / 'bin'}:{os.environ['PATH']}"}
         return subprocess.Popen(
             [sys.executable, "-m", "rankup", *words], cwd=self.mine, env=env, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )
 
     def submit(self, *words: str) -> tuple[int, str]:
@@ -103,7 +104,8 @@ def test_submit_sends_to_the_same_folder_of_the_home_and_only_once(desk: Desk) -
 
 
 def test_submit_sends_by_tar_where_rsync_is_missing(desk: Desk) -> None:
-    for tool in ("sh", "ls", "ln", "head", "mkdir", "touch", "sha256sum", "tar", "mv", "find", "cat", "id", "tail"):
+    for tool in ("sh", "ls", "ln", "xargs", "head", "mkdir", "touch", "sha256sum", "tar", "mv", "find", "cat", "id",
+                 "tail"):
         (desk.there / "bin" / tool).symlink_to(str(shutil.which(tool)))
     (desk.there / ".profile").write_text('cd "$HOME"\nPATH="$HOME/bin"\n')
     code, said = desk.submit()
@@ -128,6 +130,39 @@ def test_submit_cut_in_the_middle_of_the_copy_runs_nothing(desk: Desk) -> None:
     (desk.folder / "laptop/bin/rsync").unlink()
     assert desk.submit()[0] == 0
     assert len(desk.jobs) == len(desk.snapshots()) == 1
+
+
+@pytest.mark.parametrize("tool", ["rsync", "sbatch"])
+def test_submit_interrupted_says_whether_there_is_a_job(desk: Desk, tool: str) -> None:
+    """A Ctrl-C of a terminal goes to all processes of the command."""
+    slow = f'touch "{desk.there}/at"; while [ ! -e "{desk.there}/go" ]; do sleep 0.1; done\n'
+    if tool == "rsync":
+        desk.program("rsync", f'{slow}exec {shutil.which("rsync")} "$@"', where="laptop")
+    else:
+        desk.program("sbatch", slow + SLURM["sbatch"])
+    process = desk.start("submit", "--host", "login", "job.sbatch")
+    wait_for(tool, (desk.there / "at").exists, process=process)
+    os.killpg(process.pid, signal.SIGINT)
+    if tool == "sbatch":
+        (desk.there / "go").touch()
+    said = process.communicate(timeout=100)[0]
+    assert "Traceback" not in said
+    if tool == "rsync":
+        assert process.returncode == 143
+        assert "Ctrl-C before the job was submitted: nothing runs." in said
+        assert not desk.jobs
+    else:
+        assert process.returncode == 0, said
+        assert "submit: Look: rankup status --host login. Stop: ssh login scancel 7." in said
+        assert len(desk.jobs) == 1
+
+
+def test_submit_whose_output_nobody_reads_ends_as_other_commands_do(desk: Desk) -> None:
+    process = desk.start("submit", "--host", "login", "--detach", "job.sbatch")
+    assert process.stdout
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=100) == 141
 
 
 def test_submit_that_arrives_damaged_runs_nothing(desk: Desk) -> None:
