@@ -46,11 +46,11 @@ class Machine:
 
     def __init__(self, given: str) -> None:
         self.given, (self.host, _, folder) = given, given.partition(":")
-        if given and not re.fullmatch(r"[\w.@%+][\w.@%+-]*", self.host):
+        if given and not re.fullmatch(r"[\w.@%+][\w.@%+-]*(:(?!//|-|~[^/]).*)?", given):
             raise UserError(f"--host must be a host as for ssh, or HOST:FOLDER, got {given}.")
         here, home = Path.cwd(), Path.home()
         there = here.relative_to(home) if here != home and here.is_relative_to(home) else here.name
-        self.folder = (folder.removeprefix("~/") or str(there)) if given else str(here)
+        self.folder = (re.sub("^~/*$", ".", folder).removeprefix("~/") or str(there)) if given else str(here)
         self.ssh: list[str] = []
 
     def __enter__(self) -> "Machine":

@@ -34,7 +34,7 @@ LEFT_OUT = re.compile(
     r"(runs|\.rankup)|(.*/)?(\.git|__pycache__|node_modules|\.[^/]*_(cache|checkpoints)|[^/]*\.pyc|slurm-[^/]*\.out)"
 )
 SECRET = re.compile(
-    r"\.env(\.(?!example|sample|template).*)?|.*\.(pem|key|p12|pfx|jks)|id_(rsa|dsa|ecdsa|ed25519)|\.netrc|\.pypirc"
+    r"\.envrc|secrets?\.(ya?ml|json|toml)|\.env(\.(?!example|sample|template).*)?|.*\.(pem|key|p12|pfx|jks)|id_(rsa|dsa|ecdsa|ed25519)|\.netrc|\.pypirc"
     r"|\.git-credentials|kubeconfig|credentials(\.json)?|.*service[-_]account.*\.json"
 )
 

@@ -173,13 +173,14 @@ def test_snapshot_is_named_by_content_commit_and_mode(mine: Path) -> None:
 
 
 def test_snapshot_leaves_out_untracked_secrets_and_names_them(mine: Path) -> None:
-    write(mine, {".env": "1", "conf/id_ed25519": "1", "cert.pem": "1", ".env.example": "1", "tracked.key": "1"})
+    write(mine, {".env": "1", "conf/id_ed25519": "1", "cert.pem": "1", ".env.example": "1", "tracked.key": "1",
+                 ".envrc": "1", "conf/secrets.yaml": "1"})
     git(mine, "add", "tracked.key")
     made = take(mine, "job.sbatch")
     assert {".env.example", "tracked.key"} < names(made)
-    assert not {".env", "conf/id_ed25519", "cert.pem"} & names(made)
+    assert not {".env", "conf/id_ed25519", "cert.pem", ".envrc", "conf/secrets.yaml"} & names(made)
     (note,) = made.notes
-    assert ".env cert.pem conf/id_ed25519" in note
+    assert ".env .envrc cert.pem conf/id_ed25519 conf/secrets.yaml" in note
 
 
 def test_snapshot_keeps_links_inside_and_refuses_others(mine: Path, tmp_path: Path) -> None:

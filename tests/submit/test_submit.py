@@ -10,6 +10,7 @@ import pytest
 
 from rankup.cli import main
 from rankup.launch import own_code_first
+from rankup.submit.machine import Machine
 from tests.rigs.jobs import ROOT
 
 DOCKER = """#!/bin/sh
@@ -135,6 +136,8 @@ def test_submit_names_a_line_that_leaves_the_snapshot(
         (["own.yaml", "--lr"], "own.yaml: its command must end in ${ARGS:-}, got none."),
         (["--host", "login", "job.yaml"], "submit: --host must come with Slurm or compose, got job.yaml."),
         (["--host", "a b", "job.sbatch"], "--host must be a host as for ssh, or HOST:FOLDER, got a b."),
+        (["--host", "ssh://login", "job.sbatch"], "--host must be a host as for ssh, or HOST:FOLDER, got ssh://login."),
+        (["--host", "x:~you/a", "job.sbatch"], "--host must be a host as for ssh, or HOST:FOLDER, got x:~you/a."),
         (["out.sbatch"], "submit: out must be a link inside this folder, got one to /etc."),
         ([], "FILE must be given."),
     ],
@@ -180,3 +183,10 @@ def test_launch_in_a_snapshot_imports_its_own_package(tmp_path: Path, monkeypatc
     assert os.environ["PYTHONPATH"] == "/before"
     own_code_first(here)
     assert os.environ["PYTHONPATH"] == f"{here}/src:{here}:/before"
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"), [("a", "mine"), ("a:", "mine"), ("a:~", "."), ("a:~/", "."), ("a:~/b", "b"), ("a:/b", "/b")]
+)
+def test_host_names_a_folder_as_a_shell_would(given: str, folder: str, mine: Path) -> None:
+    assert Machine(given).folder == folder
