@@ -494,11 +494,12 @@ class World:
         host.committed, job = basis.n, basis.job or host.token
         what = (basis.n, basis.used, host.token, job)
         if self.newest and job != self.newest[3]:
-            # Nobody can know whether nodes that are cut off remember a job, but those that could go on must
+            # Nobody can know whether nodes that are cut off remember a job. But there must never be two that go on
             knowing = {each.token: each.meeting.basis for each in self.hosts
                        if each.meeting is not None and each.meeting.basis.job == self.newest[3]}
-            if basis.job and knowing and not outvoted(max(knowing.values(), key=lambda each: each.age), knowing,
-                                                      shared=self.shared):
+            newest = max(knowing.values(), key=lambda each: each.age, default=None)
+            least = self.limits.least if self.limits else 0
+            if basis.job and newest and len(knowing) >= least and not outvoted(newest, knowing, shared=self.shared):
                 raise Violation(f"{host.token} begins job {job} beside {self.newest}")
             self.formed, self.newest, self.finished = {}, (), self.saved  # nobody knows the first job any more
         if (known := self.formed.setdefault(basis.n, what)) != what:
