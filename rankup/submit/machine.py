@@ -119,7 +119,8 @@ class Machine:
         with tempfile.TemporaryDirectory() as staging:
             os.chmod(staging, 0o755)  # the snapshot's folder gets this mode
             with tarfile.open(fileobj=io.BytesIO(snapshot.tar())) as tar:
-                tar.extractall(staging, filter="fully_trusted")
+                tar.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)  # Python 3.11.2 has none
+                tar.extractall(staging)
             ends = [f"{staging}/", f"{self.host}:{path}"]
             print(f"+ {shlex.join([*words, *ends])}", flush=True)
             self._run([*words, "-e", shlex.join(self.ssh), *ends])
