@@ -328,6 +328,10 @@ class Forming:
         self._void()
         return True
 
+    def _set_model(self, member: Member) -> None:
+        """From now on all newcomers must match `member`."""
+        self._model = member
+
     def prepared(self, n: int, more: Mapping[str, Any]) -> None:
         """Commit membership `n`, which then runs."""
         if n != self._proposed or self._phase != "preparing":

@@ -205,7 +205,7 @@ class Leading(Forming):
 
     def _set_model(self, member: Member) -> None:
         """From now on all must match `member`. Turn away those that came before its settings were known."""
-        self._model = member
+        super()._set_model(member)
         for seat in [*self.seats.values()]:
             if not self.closed and (text := self._differs(seat.member)):
                 self._unseat(seat)

@@ -40,8 +40,9 @@ PLACES = (*JOINING, *PREPARING, *STEPPING, *KEEPING, *RESCUING, *RESCUED, "betwe
 class Fault:
     """A fault of one process at one place. `rank` -1: the first rank that gets there. `step`: not before that step.
 
-    `how`: a signal's name. `whom`: "self" (the rank), "server" (the process that forked it), "agent", or "node" (all
-    three). `saved`: a save under way ends first. `late_s`: strike this much later, wherever the process is by then."""
+    `how`: a signal's name. `whom`: "self" (the rank), "server" (the process that forked it, which no rank needs any
+    more), "agent", or "node" (all three). `saved`: a save under way ends first. `late_s`: strike this much later,
+    wherever the process is by then."""
 
     place: str
     rank: int = -1
@@ -139,7 +140,7 @@ def at(place: str) -> None:
         claim = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:  # another rank got here first
         return
-    pids = [os.getpid()] if fault.whom == "self" else _siblings()
+    pids = [os.getpid()] if fault.whom == "self" else [] if fault.whom == "server" else _siblings()
     entry = {"fault": asdict(fault), "rank": int(os.environ["RANK"]), "pids": pids, "time": time.time()}
     os.write(claim, json.dumps(entry).encode())
     os.close(claim)
@@ -158,29 +159,33 @@ def note_update() -> None:
 
 def _strike(fault: Fault) -> None:
     number = getattr(signal, fault.how)
-    server = os.getppid()
-    agent = _parent(server) if b"fork_server" in Path(f"/proc/{server}/cmdline").read_bytes() else server
-    victims = {
-        "self": [os.getpid()], "server": [server], "agent": [agent],
-        "node": [agent, server, os.getpid()],
-    }[fault.whom]
+    agent = os.getppid()
+    victims = {"self": [os.getpid()], "server": _servers(), "agent": [agent], "node": [agent, *_servers(), os.getpid()]}
     if fault.how == "SIGSEGV" and fault.whom == "self":
         ctypes.string_at(0)  # a real segmentation fault, in C
-    for pid in victims:
+    for pid in victims[fault.whom]:
         os.kill(pid, number)
+    if fault.whom == "server":
+        return
     # The end of a parent kills this process too. The agent passes a request to stop back to this rank, which waits here
     # for it
     time.sleep(2.0 if number == signal.SIGTERM else 600.0)
 
 
 def _siblings() -> list[int]:
-    """Return the ranks of this node with this one: they end when the process that started them ends."""
-    parent = os.getppid()
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    """Return the ranks of this node with this one: they end when their agent ends."""
+    return [pid for pid in _children_of_agent() if pid not in _servers()]
 
 
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def _servers() -> list[int]:
+    """Return the fork server of this rank's agent."""
+    return [pid for pid in _children_of_agent() if b"agent/fork_server.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            and b"rank" not in Path(f"/proc/{pid}/comm").read_bytes()]
+
+
+def _children_of_agent() -> list[int]:
+    agent = os.getppid()
+    return [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
 
 
 # The hooks: which function of the program is which place ------------------------------------------------------------
