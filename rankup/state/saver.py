@@ -1,8 +1,8 @@
 """Saves in the background: a rank copies its state in memory, and a thread writes the copy (CheckFreq, FAST '21).
 
 The thread calls no collective, because gloo matches collectives by their order, and the loop calls its own at the same
-time. Rank 0 writes plain copies. Of a sharded copy each rank writes its part, and rank 0 publishes the copy at the
-first step after all ranks have written theirs.
+time. Rank 0 writes plain copies. Of a sharded copy each rank writes its part, and rank 0 publishes the copy when the
+ranks know that all have written theirs. Until then a lost rank would cost the copy, so they ask each other for that.
 """
 
 import threading
@@ -117,6 +117,7 @@ class Saver:
         self._beside = False if options.save == "sync" else None  # save in the background? None: not decided yet
         self.writing, self._count = BackgroundTask("save", options.save_timeout_s), 0
         self._agreed = False  # whether all ranks know that the save has ended
+        self._steps = self._ask_at = 0  # since a sharded save began; at which of them the ranks ask each other
         self._said = 0  # the number of the newest save of which `saved` knows
         # For a sharded copy: what this rank has written, and the function that publishes the files of all ranks
         self._staging: Path | None = None  # on rank 0
@@ -140,6 +141,7 @@ class Saver:
         if self.second is not None and may_continue:  # this rank has the same state as rank 0
             self.second.save(step, record(), tracked, wait=wait)
         self.step, self._count, self._part, self._join_parts = step, self._count + 1, {}, None
+        self._steps, self._ask_at = 0, 1
         if self.group.is_rank0 or self.sharded:
             prepared = self.writing.run(lambda: self._prepare(step, record(), tracked, may_continue))
             # No rank may wait for the part of a rank that failed before it wrote any
@@ -160,14 +162,24 @@ class Saver:
             return
         if wait:
             self.group.watch.enter("save", self.timeout_s, step=self.step)
+        elif self.sharded and not self._agreed:
+            self._ask()
         if wait or self._agreed or (self.group.world_size == 1 and self.left() <= 0):
             self._conclude()
         elif self.group.is_rank0 and not self.sharded and self.left() == 0:
             self._say_saved(self.step)
 
+    def _ask(self) -> None:
+        """Find out whether all ranks have written their parts: in each of the first steps, then ever more rarely, so
+        that a long save costs few exchanges and is published at most a quarter later than it is written."""
+        self._steps += 1
+        if self._steps == self._ask_at:
+            self._ask_at += max(1, self._steps // 4)
+            self.agree(self.group.sum(torch.tensor(self.left())).item())
+
     def left(self) -> float:
         """Return this rank's part of a sum over all ranks, by which they know whether to conclude a save: above 0 while
-        a rank writes. A step has no exchange of its own for that."""
+        a rank writes. For a plain copy a step has no exchange of its own."""
         if self.writing.failure is not None:
             return -1e9  # a failure ends the save on all ranks, although others still write
         return float(self.writing.under_way and self.writing.left_s > 0)

@@ -378,3 +378,31 @@ def test_steps_during_a_save_have_no_exchange_of_their_own(
     saver.agree(0)
     saver.look()
     assert (len(exchanges), saved, saver.step) == (1, [8], None)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 1000])
+def test_sharded_save_is_published_soon_after_all_ranks_have_written_without_an_exchange_in_each_step(
+    tmp_path: Path, steps: int
+) -> None:
+    others, asked, saved = 2.0, list[float](), list[int]()  # two other ranks write
+
+    def total(own: torch.Tensor) -> torch.Tensor:
+        asked.append(own.item())
+        return own + others
+
+    group: Any = SimpleNamespace(rank=0, is_rank0=True, world_size=3, device=torch.device("cpu"), sum=total,
+                                 max=lambda value: value or int(others > 0), gather=lambda value: [value],
+                                 on_rank0=lambda call: call(), watch=SimpleNamespace(enter=lambda *_, **__: None),
+                                 rank_env=SimpleNamespace(local_world_size=1), log=SimpleNamespace(info=print))
+    saver = Saver(
+        group, tmp_path, Options(), token="it", check_owner=lambda: None, saved=saved.append, second=None
+    )
+    saver.save(8, lambda: b'{"step": 8}', {"count": {"n": torch.zeros(1)}})
+    saver.writing.join()  # this rank has written its part
+    for _ in range(steps):
+        saver.look()
+    assert (saved, len(asked) <= 30) == ([], True), "published before the others have written, or asked in each step"
+    others = 0.0
+    for _ in range(1 + steps // 4):
+        saver.look()
+    assert (saved, saver.step, [path.name for path in tmp_path.iterdir()]) == ([8], None, ["step-00000008"])
