@@ -174,7 +174,7 @@ def add(given: argparse.Namespace) -> None:
     option("words", "FILE", argparse.SUPPRESS, nargs=argparse.PARSER),
 )
 def submit(given: argparse.Namespace) -> int:
-    """Send a snapshot of this folder along with a launch file, and follow the job. The file is one for Slurm,
+    """Send this folder with a launch file, start the job, follow it. The file is one for Slurm,
     Kubernetes or compose. A requeued job and a new pod run the snapshot, not what you edit meanwhile. The script gets
     ARGS too."""
     from rankup.submit import submit
