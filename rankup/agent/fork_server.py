@@ -185,16 +185,21 @@ class ForkServer:
 
     def _reap(self) -> None:
         """Take the ends of ranks, and of the orphans that a subreaper inherits from them."""
-        while not self._channel.closed and self._channel.poll():  # a rank may end before the news of its start is read
-            self._on_readable()
-        for pid in [*self._running]:
+        for pid in self._known():
             if not has_ended(pid):
                 continue
             (rank, number), code = self._running.pop(pid), end_of(pid)
             if self._newest[rank] == number and rank != STORE:
                 del self.pids[rank]
                 self._on_end(rank, code)
-        reap_orphans(but={self.pid, *self._running})
+        reap_orphans(but=lambda: {self.pid, *self._known()})
+
+    def _known(self) -> list[int]:
+        """Return the process ids of ranks and stores. A rank may end before the news of its start is read, but that
+        news is sent before this process can inherit the rank."""
+        while not self._channel.closed and self._channel.poll():
+            self._on_readable()
+        return [*self._running]
 
     def _bury(self) -> None:
         """Clean up after the server was killed. Its ranks live on."""

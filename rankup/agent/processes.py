@@ -119,12 +119,12 @@ def become_subreaper() -> None:
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
-def reap_orphans(*, but: Collection[int] = ()) -> None:
-    """Reap inherited children that have ended, except those in `but`. Leave children of this process's own session to
-    the code that has started them."""
+def reap_orphans(*, but: Callable[[], Collection[int]] = tuple) -> None:
+    """Reap inherited children that have ended, except those that `but` returns after a child has ended. Leave children
+    of this process's own session to the code that has started them."""
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            if ended.si_pid in but or os.getsid(ended.si_pid) == os.getsid(0):
+            if ended.si_pid in but() or os.getsid(ended.si_pid) == os.getsid(0):
                 break  # another signal comes for it, and then for what this leaves
             os.waitpid(ended.si_pid, 0)
 

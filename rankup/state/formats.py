@@ -11,6 +11,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -111,10 +112,20 @@ CLASSES = {
 }
 
 
+def _member_of(enum: Any, name: str) -> Enum:
+    """Return a member of an enum. Python 3.11.0 to 3.11.3 pickle it as a call of `getattr`."""
+    if not (isinstance(enum, type) and issubclass(enum, Enum)):
+        raise pickle.UnpicklingError(f"{DCP_METADATA} takes {name} from {enum}, which is no enum")
+    return enum[name]
+
+
 class _OnlyMetadata(pickle.Unpickler):
-    """Reads the metadata of a DCP folder, and calls nothing but the constructors of DCP's data classes and of paths."""
+    """Reads the metadata of a DCP folder, and calls nothing but the constructors of DCP's data classes, enums and
+    paths."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
             return found
         if name not in CLASSES.get(module, ()):

@@ -6,6 +6,7 @@ pieces into it. A piece that a node lacks, or has otherwise than the copy, comes
 that memory, and goes on from there to the next node. A file that is in memory already is verified and used where it is.
 """
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -125,11 +126,16 @@ class _Shipping:
                 turn = len(self.stops)
                 self.stops[n, piece] = [ranks[turn % len(ranks)] for ranks in one.to]
         self.mine = [n for n, one in enumerate(shipments) if any(group.rank in ranks for ranks in one.to)]
+        held = {n: path for n in self.mine if (path := shipments[n].held) is not None}
+        self.maps = dict[int, Any]()  # made before anything is exchanged: afterwards another rank may move the files
+        for n, path in held.items():
+            with contextlib.suppress(OSError, ValueError):  # if it is missing or shorter, `_read` says so
+                self.maps[n] = _map_file(path, shipments[n].part.size)
         # The ranks of a node use the same file in place, or none
-        named = group.gather([n for n in self.mine if not shipments[n].in_place and shipments[n].held is not None])
+        named = group.gather([n for n in self.maps if not shipments[n].in_place])
         self.held = {
-            n: path for n in self.mine if (path := shipments[n].held) is not None
-            and (shipments[n].in_place or all(n in named[rank] for rank in memory.own))
+            n: path for n, path in held.items()
+            if shipments[n].in_place or all(n in named[rank] for rank in memory.own)
         }
         memory.lay_out({n: shipments[n].part.size for n in self.mine if not shipments[n].in_place})
 
@@ -145,7 +151,7 @@ class _Shipping:
 
     def _buffer(self, n: int) -> Any:
         part = self.shipments[n].part
-        return _map_file(self.held[n], part.size) if n in self.held else self.memory.part(n, part.size)
+        return self.maps[n] if n in self.held else self.memory.part(n, part.size)
 
     def _read(self) -> dict[tuple[int, int, int], str]:
         """Read and verify this rank's pieces. Return, for all ranks, the pieces that they lack, and why."""

@@ -339,6 +339,24 @@ def test_rank_outlives_its_server_and_one_that_was_to_start_has_ended(tmp_path: 
         assert own.end(first).code == 143
 
 
+def test_end_of_a_rank_is_not_taken_for_an_orphans_before_its_start_is_known(tmp_path: Path) -> None:
+    """The agent got no CPU between its look at the news and its look at the children that have ended."""
+    def ended() -> set[int]:
+        return {child.pid for child in psutil.Process().children() if state_of(child.pid) == "Z"}
+
+    with opened(tmp_path, fork=False) as own:
+        channel, before = own.server._channel, ended()
+        poll = channel.poll
+
+        def late() -> bool:
+            channel.poll = poll  # type: ignore[method-assign]
+            wait_for("the end of the rank", lambda: ended() - before)
+            return False
+
+        channel.poll = late  # type: ignore[assignment,method-assign]
+        assert own.ran([script(tmp_path, "import sys\nsys.exit(3)")]).code == 3
+
+
 def test_end_of_an_abandoned_rank_is_not_its_successors(light: Rig, tmp_path: Path) -> None:
     """The rank waited for a dead disk. It is killed when the next rank with its number starts."""
     light.ready(light.start([script(tmp_path, WAITS)]))

@@ -25,7 +25,7 @@ for name, kind, default in (("--lr", float, 0.1), ("--epochs", int, 2), ("--mome
     parser.add_argument(name, type=kind, default=default)
 parser.add_argument("--api-key", default="swordfish")
 parser.add_argument("--local-rank", default=os.environ["RANK"])
-args = parser.parse_args(os.environ.get("ARGS", "").split())
+args = parser.parse_args(os.environ.get("OPTIONS", "").split())
 job = rankup.init("run", settings=args, may_change={"epochs", "lr"}, tensorboard=False, log_every_steps=1)
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
@@ -63,10 +63,10 @@ def test_changed_setting_is_refused_or_really_in_effect(forks: Forks, tmp_path: 
     ran(forks, tmp_path, LOOP, ranks=3, code=143, STOP="0:4")
     done = len(rates(tmp_path))
     assert 4 <= done < 10
-    refused = ran(forks, tmp_path, LOOP, ranks=3, code=2, ARGS="--momentum=0.9 --lr=0.2")
+    refused = ran(forks, tmp_path, LOOP, ranks=3, code=2, OPTIONS="--momentum=0.9 --lr=0.2")
     assert re.findall("was begun with other settings: (.*?)\\. ", refused) == ["momentum was 0.5, is 0.9"]
     line = ("launch", "--nproc=3", "script.py")
-    again = forks.ends(*line, cwds=[tmp_path], env={"ARGS": "--lr=0.2 --epochs=3", "DIE": f"1:{done + 3}"})
+    again = forks.ends(*line, cwds=[tmp_path], env={"OPTIONS": "--lr=0.2 --epochs=3", "DIE": f"1:{done + 3}"})
     assert "no finished step was lost" in again
     assert "settings  api_key ***, epochs 3, lr 0.2, momentum 0.5\n" in again
     assert "  epochs was 2, is 3\n" in again
@@ -77,7 +77,7 @@ def test_changed_setting_is_refused_or_really_in_effect(forks: Forks, tmp_path: 
     (tmp_path / "plain").mkdir()
     change = f"if half.last_epoch == {done}:\n                sgd.param_groups[0]['lr'] *= 2\n"
     by_hand = LOOP.replace("            half.step()\n", f"            half.step()\n            {change}")
-    plain = ran(forks, tmp_path / "plain", by_hand, ranks=3, ARGS="--epochs=3")
+    plain = ran(forks, tmp_path / "plain", by_hand, ranks=3, OPTIONS="--epochs=3")
     assert said(again) == said(plain)
     # Status shows the newest settings, and nothing shows the key
     assert as_json("--run-dir", tmp_path, "run")["settings"]["lr"] == "0.2"

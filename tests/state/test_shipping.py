@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,33 @@ def test_ranks_that_change_what_they_read_change_it_for_nobody_else(
             assert torch.equal(each, weight)
             each += rank + 1
         assert torch.equal(reading.read(path).tracked["model"]["weight"], weight)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_file_in_use_may_go_as_soon_as_one_rank_is_done(
+    in_memory: bool, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 moves a fetched copy to its final name, and removes a rescue, before rank 1 has left the last exchange."""
+    weight, ranks, gone = torch.arange(500.0), Ranks(2), threading.Event()
+    path = save(home if in_memory else tmp_path, weight=weight)
+    monkeypatch.setattr(shipping, "dist", ranks.dist())
+    parts = [part for part in copies.read_manifest(path)[1] if part.name == "model.safetensors"]
+
+    def work(group: Any) -> bytes:
+        if group.rank == 0:
+            memory = shipping.Memory.alone(group)
+            found, problems = shipping.ship(group, shipments, memory)
+            shutil.rmtree(path)
+            gone.set()
+        else:
+            gather, left = group.gather, iter(range(exchanges))
+            group.gather = lambda value: (gather(value), next(left, None) is None and gone.wait(60))[0]
+            memory = shipping.Memory.alone(group)
+            found, problems = shipping.ship(group, shipments, memory)
+        memory.close()
+        return bytes(found[0]) if not problems else repr(problems).encode()
+
+    exchanges = 1  # of `ship`: all but the last
+    shipments = [shipping.Shipment(part, [[0, 1]], [path / part.name], in_place=not in_memory) for part in parts]
+    expected = (path / "model.safetensors").read_bytes()
+    assert ranks.each(work) == [expected, expected]
