@@ -87,11 +87,12 @@ def script_before(name: str) -> str:
 
 @each
 def test_examples_change_at_most_seven_lines(name: str) -> None:
-    """Count changed and added lines, but neither blank lines nor lines that are only indented further."""
+    """Count changed and added lines, but neither blank lines nor lines that are only indented further. An evaluation may
+    change an eighth line."""
     before, after = script_before(name).splitlines(), SCRIPTS[name].read_text().splitlines()
     moved = difflib.ndiff([line.strip() for line in before], [line.strip() for line in after])
     changed = [line for line in moved if line.startswith("+ ") and line.strip() != "+"]
-    assert 0 < len(changed) <= 7, changed
+    assert 0 < len(changed) <= 7 + ("eval_batches" in SCRIPTS[name].read_text()), changed
     assert 50 <= len(before) <= 110
     assert not re.search("rankup|job", "\n".join(before))
 

@@ -40,7 +40,6 @@ def main() -> None:
     job.track(model=model, optimizer=optimizer)
 
     for epoch in job.epochs(EPOCHS):
-        sampler.set_epoch(epoch)
         for numbers, larger in job.batches(loader):
             loss = F.cross_entropy(model(numbers.to(device)), larger.to(device))
             optimizer.zero_grad()

@@ -46,7 +46,6 @@ def main() -> None:
     job.track(generator=generator, critic=critic, average=average, g_optimizer=g_optimizer, c_optimizer=c_optimizer)
 
     for epoch in job.epochs(EPOCHS):
-        sampler.set_epoch(epoch)
         for (real,) in job.batches(loader):
             with job.step():
                 real = real.to(device)

@@ -48,7 +48,7 @@ def main() -> None:
     torch.manual_seed(1 + dist.get_rank())  # each rank reads other pieces
     job.track(model=model, optimizer=optimizer)
 
-    for step in range(job.step_number, STEPS):
+    for step in job.steps(STEPS):
         for group in optimizer.param_groups:  # a warm-up, then half a cosine
             group["lr"] = 3e-3 * min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
         starts = torch.randint(len(tokens) - CONTEXT, (BATCH,)).tolist()
@@ -64,7 +64,6 @@ def main() -> None:
 
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "gpt.pt")
-    job.finish()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 The images are the digits in train/samples, stored in the format of MNIST, so that the example runs in seconds.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -29,16 +30,15 @@ def network() -> nn.Module:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
-    """Return the share of right answers. DistributedSampler pads the data, so a few images may count twice."""
+def evaluate(model: nn.Module, batches: Iterable[list[torch.Tensor]], device: torch.device) -> tuple[int, int]:
+    """Return how many images this rank has got right, and how many it has seen."""
     model.eval()
-    counts = torch.zeros(2, device=device)
-    for images, labels in loader:
-        right = model(images.to(device)).argmax(1).eq(labels.to(device)).sum()
-        counts += torch.stack([right, torch.tensor(len(labels), device=device)])
-    dist.all_reduce(counts)
+    right = seen = 0
+    for images, labels in batches:
+        right += model(images.to(device)).argmax(1).eq(labels.to(device)).sum().item()
+        seen += len(labels)
     model.train()
-    return (counts[0] / counts[1]).item()
+    return right, seen
 
 
 def main() -> None:
@@ -59,7 +59,6 @@ def main() -> None:
     job.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
     for epoch in job.epochs(EPOCHS):
-        sampler.set_epoch(epoch)
         for images, labels in job.batches(loader):
             loss = criterion(model(images.to(device)), labels.to(device))
             optimizer.zero_grad()
@@ -67,9 +66,9 @@ def main() -> None:
             with job.step(loss=loss):
                 optimizer.step()
                 scheduler.step()
-        result = accuracy(model, val_loader, device)
+        accuracy = job.log(accuracy=evaluate(model, job.eval_batches(val_loader), device))["accuracy"]
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: accuracy {result:.4f}")
+            print(f"epoch {epoch}: accuracy {accuracy:.4f}")
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "imagenet.pt")
 

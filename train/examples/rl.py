@@ -66,10 +66,8 @@ def main() -> None:
     torch.manual_seed(1 + dist.get_rank())  # each rank plays its own games
     job.track(policy=policy, target=target, optimizer=optimizer, replay=replay)
 
-    for step in range(job.step_number, STEPS):
-        own = play(policy.module, device).to(device)
-        played = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(played, own)
+    for step in job.steps(STEPS):
+        played = job.gather(play(policy.module, device))
         cell, goal, action, won, after = replay.draw(64).to(device).unbind(1)
         with torch.no_grad():
             worth = won + 0.9 * (1 - won) * target(seen(after, goal)).amax(1)
@@ -88,7 +86,6 @@ def main() -> None:
 
     if dist.get_rank() == 0:
         torch.save(policy.module.state_dict(), "rl.pt")
-    job.finish()
 
 
 if __name__ == "__main__":

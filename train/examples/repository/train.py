@@ -36,7 +36,6 @@ def main() -> None:
     job.track(model=model, optimizer=optimizer)
 
     for epoch in job.epochs(EPOCHS):
-        sampler.set_epoch(epoch)
         for points, quadrants in job.batches(loader):
             loss = criterion(model(points.to(device)), quadrants.to(device))
             optimizer.zero_grad()
