@@ -3,7 +3,6 @@
     job = rankup.init("runs/mine")
     trainer = L.Trainer(..., strategy="ddp", callbacks=[RankupCallback(job)])
     trainer.fit(module, job.batches(loader))
-    job.finish()
 
 All promises hold with one device and with ddp, if the Trainer has max_epochs and the loader has a length. None hold
 with FSDP. Validation counts as part of a step. If a rank is lost during validation, neither it nor its step of
@@ -45,7 +44,11 @@ class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
         while self.job.epoch < trainer.fit_loop.epoch_progress.current.processed:
             next(self._epochs, None)
 
-    on_train_epoch_start = on_train_end = _follow
+    on_train_epoch_start = _follow
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self._follow(trainer)
+        self.job.loop_is_over = True  # also after an early stop: a script may leave out job.finish
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
         self._values = {"loss": loss.detach()}

@@ -4,7 +4,6 @@
     trainer = Trainer(model=model, args=args, train_dataset=dataset)
     callback = RankupCallback(job, trainer)
     trainer.train(resume_from_checkpoint=callback.checkpoint())
-    job.finish()
 
 All promises hold if each rank has the whole model. After a resume, the callback first does what was due after the last
 finished step, such as an evaluation; then the Trainer reads and skips the earlier batches. None hold with the Trainer's
@@ -84,6 +83,9 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._step.inside:
             self._keep(state, settled=self._progress["settled"])
             self._step.__exit__(None, None, None)
+
+    def on_train_end(self, *_: Any, **objects: Any) -> None:
+        self.job.loop_is_over = True  # a script may leave out job.finish
 
     def _keep(self, state: Any, *, settled: int) -> None:
         # Copy the fields: the Trainer's list of records grows before the next step, and a checkpoint changes a dict

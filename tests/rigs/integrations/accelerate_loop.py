@@ -27,7 +27,6 @@ def main():
             optimizer.zero_grad()
     if accelerator.is_main_process:
         torch.save(accelerator.unwrap_model(model).state_dict(), "accelerate_loop.pt")
-    job.finish()
 
 
 if __name__ == "__main__":

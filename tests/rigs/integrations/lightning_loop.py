@@ -1,7 +1,6 @@
 """Lightning's Trainer with dropout, a schedule, a validation, fp16 whose loss scale grows until it skips steps, and
 rankup's callback."""
 
-import os
 import warnings
 
 import lightning as L
@@ -38,7 +37,7 @@ def main():
     dataset = TensorDataset(torch.rand(240, 16), torch.randint(4, (240,)))
     module = Classifier()
     trainer = L.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", max_epochs=3, logger=False,
+        accelerator="cpu", devices=job.world_size, strategy="ddp", max_epochs=4, max_steps=30, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[RankupCallback(job)],
         plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2))],
@@ -47,7 +46,6 @@ def main():
     trainer.fit(module, job.batches(loader), DataLoader(dataset, batch_size=60))
     if trainer.is_global_zero:
         torch.save(module.state_dict(), "lightning_loop.pt")
-    job.finish()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ def main():
     trainer.train(resume_from_checkpoint=callback.checkpoint())
     if trainer.is_world_process_zero():
         torch.save(trainer.model.state_dict(), "trainer_loop.pt")
-    job.finish()
 
 
 if __name__ == "__main__":
