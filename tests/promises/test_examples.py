@@ -87,8 +87,8 @@ def script_before(name: str) -> str:
 
 @each
 def test_examples_change_at_most_seven_lines(name: str) -> None:
-    """Count changed and added lines, but neither blank lines nor lines that are only indented further. An evaluation may
-    change an eighth line."""
+    """Count changed and added lines, but neither blank lines nor lines that are only indented further. `eval_batches`
+    may be on an eighth one."""
     before, after = script_before(name).splitlines(), SCRIPTS[name].read_text().splitlines()
     moved = difflib.ndiff([line.strip() for line in before], [line.strip() for line in after])
     changed = [line for line in moved if line.startswith("+ ") and line.strip() != "+"]
