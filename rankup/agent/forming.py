@@ -70,7 +70,8 @@ class Forming:
         self._chosen: list[Seat] = []  # the members of the membership that runs or is proposed, by rank
         self._members: set[Seat] = set()  # the same
         self._phase = ""  # of a membership that is being formed: claiming, proposed, routes, preparing
-        self._proposed, self._late = 0, set[Seat]()  # the open proposal or 0, and the members that are not ready for it
+        self._proposed = 0  # the open proposal
+        self._late: dict[Seat, None] = {}  # the members that are not ready for it, in an order that is equal at a replay
         self._next = basis  # the basis of the last proposal
         self._bases: dict[Age, Basis] = {basis.age: basis}  # the last ones that were sent
         self._why, self._commit = "", dict[str, Any]()  # what the next commit says
@@ -208,7 +209,8 @@ class Forming:
 
     def _propose(self, seats: list[Seat]) -> None:
         self.membership = self._proposed = n = self.membership + 1
-        self._phase, self._late, self._chosen, self._members = "proposed", set(seats), seats, set(seats)
+        self._phase, self._chosen, self._members = "proposed", seats, set(seats)
+        self._late = dict.fromkeys(seats)
         # Members on the leader's machine get the local address where others arrive. The address that others dial may be
         # a Kubernetes Service's, which is on no interface here
         near = [seat for seat in self.seats.values() if is_loopback(seat.member.ip)]
@@ -227,7 +229,7 @@ class Forming:
                 size = seat.member.num_ranks
                 seat.member = replace(seat.member, first_rank=place * size, world_size=len(seats) * size)
             # Spares must know the proposal too
-            self._late |= {seat for seat in self.seats.values() if not seat.leaves}
+            self._late |= dict.fromkeys(seat for seat in self.seats.values() if not seat.leaves)
             self._next = replace(
                 self._next, job=self.basis.job, voters=tuple(node.token for node in known),
                 ran=self.basis.ran or self.basis.used, before=tuple(self.basis.electorates),
@@ -252,7 +254,7 @@ class Forming:
 
     def _void(self) -> None:
         """Drop the proposal."""
-        self._phase, self._proposed, self._late, self._routes_s = "", 0, set(), math.inf
+        self._phase, self._proposed, self._late, self._routes_s = "", 0, {}, math.inf
 
     def _ready(self, seat: Seat, message: Mapping[str, Any]) -> None:
         if message["n"] != self._proposed or seat not in self._late:
@@ -260,7 +262,7 @@ class Forming:
         seat.problem = message["problem"]
         seat.warm = seat.warm or seat in self._members  # a chosen member is ready only with torch imported
         seat.has = self._next.age
-        self._late.remove(seat)
+        del self._late[seat]
         if self._late:
             return
         if any(each.problem for each in self._chosen):

@@ -17,6 +17,12 @@ def test_no_schedule_of_faults_breaks_a_promise(part: int) -> None:
     assert not failed, failed[:5]
 
 
+def test_seed_that_failed_fails_again() -> None:
+    """Nothing depends on where objects are in memory."""
+    played = [[simulator.play(seed) for seed in range(60)] for _ in range(3)]
+    assert played[0] == played[1] == played[2]
+
+
 def test_fault_that_keeps_a_job_from_going_on_is_found() -> None:
     """The simulator must see what it looks for. `mutants` has twenty faults, which take minutes."""
     assert mutants.look_for(15, most=200, first=0)
