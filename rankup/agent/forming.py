@@ -71,7 +71,7 @@ class Forming:
         self._members: set[Seat] = set()  # the same
         self._phase = ""  # of a membership that is being formed: claiming, proposed, routes, preparing
         self._proposed = 0  # the open proposal
-        self._late: dict[Seat, None] = {}  # the members that are not ready for it, in an order that is equal at a replay
+        self._late: dict[Seat, None] = {}  # the members that are not ready for it, in the same order at a replay
         self._next = basis  # the basis of the last proposal
         self._bases: dict[Age, Basis] = {basis.age: basis}  # the last ones that were sent
         self._why, self._commit = "", dict[str, Any]()  # what the next commit says
