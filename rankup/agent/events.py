@@ -116,6 +116,11 @@ class Rules:
     def silent_s(self) -> float:
         return timing.SILENT_S if self.limits is None else self.limits.silent_s
 
+    @property
+    def frozen_s(self) -> float:
+        """After a longer pause between two ticks, this process was stopped itself, and could receive nothing."""
+        return timing.ALIVE_S + min(timing.FROZEN_S - timing.ALIVE_S, self.silent_s / 2)
+
 
 # In: what has happened ------------------------------------------------------------------------------------------------
 

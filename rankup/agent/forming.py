@@ -11,7 +11,7 @@ from typing import Any
 
 from rankup import timing
 from rankup.agent.ends import Ends, Verdict
-from rankup.agent.events import Claim, Judged, Log, Output, Prepare, Rules, Send
+from rankup.agent.events import Claim, Claimed, Judged, Log, Output, Prepare, Prepared, Rules, Send
 from rankup.agent.protocol import ARGUMENTS, HINT, Member, by_host, describe_missing, differences
 from rankup.agent.votes import Age, Basis, Node, StopAgreement, claims, outvoted
 from rankup.env.rank_env import is_loopback
@@ -67,10 +67,10 @@ class Forming:
         self._own_ips: dict[int, str] = {}  # by link: the address here at which its member arrived
         self._lost: dict[int, Seat] = {}  # lost members, by the first rank that they claimed
         self._left_out = Counter[int]()  # how often each node was left out, by the same
-        self._chosen: list[Seat] = []  # the members of the membership that runs or is proposed, by rank
+        self.chosen: list[Seat] = []  # the members of the membership that runs or is proposed, by rank
         self._members: set[Seat] = set()  # the same
         self._phase = ""  # of a membership that is being formed: claiming, proposed, routes, preparing
-        self._proposed = 0  # the open proposal
+        self.proposed = 0  # the open proposal
         self._late: dict[Seat, None] = {}  # the members that are not ready for it, in the same order at a replay
         self._next = basis  # the basis of the last proposal
         self._bases: dict[Age, Basis] = {basis.age: basis}  # the last ones that were sent
@@ -86,16 +86,6 @@ class Forming:
         self._routes_s = math.inf  # when to act on missing routes
         self._looked_s = self._denied_s = self._sought_s = NEVER  # the last look at all members for a new membership;
         # when another part had claimed to go on; and when a member of a newer membership looked for its leader here
-
-    @property
-    def chosen(self) -> list[Member]:
-        """The members of the membership that runs or is proposed, by rank."""
-        return [seat.member for seat in self._chosen]
-
-    @property
-    def proposed(self) -> int:
-        """The number of the open proposal, or 0."""
-        return self._proposed
 
     @property
     def members(self) -> list[Member]:
@@ -151,9 +141,9 @@ class Forming:
             return
         self._propose(seats)
 
-    def claimed(self, n: int, ok: bool) -> None:
-        if ok:
-            self._owned.add(n)
+    def claimed(self, event: Claimed) -> None:
+        if event.ok:
+            self._owned.add(event.n)
         elif self._phase == "claiming":
             self._denied_s = self.now_s
         if self._phase == "claiming":
@@ -166,13 +156,11 @@ class Forming:
         if limits is None:
             complete = len(self._by_rank) == self.me.world_size
             return sorted(seats.values(), key=lambda seat: seat.claim.start) if complete else []
-        # A new node 0 must not begin a second job while members of the first one look for their leader
-        if now_s - self._denied_s < timing.NOTICE_S or (is_first and now_s - self._sought_s < timing.FOUND_S):
-            return []
-        # A new node 0 must not begin a second job. So it waits for a call from the leader of the first one, unless all
-        # nodes are here, spares included
         total, waited_s = self.me.world_size // self.me.num_ranks, now_s - self._begun_s
-        if is_first and waited_s < timing.FOUND_S and len(seats) < total:
+        # A new node 0 must not begin a second job. So it waits for a call from the leader of the first one, unless all
+        # nodes are here, spares included; and as long as members of the first one look for their leader
+        alone = now_s - self._sought_s >= timing.FOUND_S and (waited_s >= timing.FOUND_S or len(seats) >= total)
+        if now_s - self._denied_s < timing.NOTICE_S or (is_first and not alone):
             return []
         waited = waited_s >= limits.wait_s
         if len(seats) < (limits.least if waited or not is_first else limits.most):
@@ -208,8 +196,8 @@ class Forming:
         return outvoted(self.basis, self.by_token, shared=self.rules.shared)
 
     def _propose(self, seats: list[Seat]) -> None:
-        self.membership = self._proposed = n = self.membership + 1
-        self._phase, self._chosen, self._members = "proposed", seats, set(seats)
+        self.membership = self.proposed = n = self.membership + 1
+        self._phase, self.chosen, self._members = "proposed", seats, set(seats)
         self._late = dict.fromkeys(seats)
         # Members on the leader's machine get the local address where others arrive. The address that others dial may be
         # a Kubernetes Service's, which is on no interface here
@@ -238,7 +226,7 @@ class Forming:
 
     def _known(self) -> tuple[Node, ...]:
         """Return all members that stay, in the order in which they would lead."""
-        return tuple(seat.node for seat in dict.fromkeys([*self._chosen, *self.seats.values()]) if not seat.unfit)
+        return tuple(seat.node for seat in dict.fromkeys([*self.chosen, *self.seats.values()]) if not seat.unfit)
 
     def _spread(self, kind: str, basis: Basis, seats: Iterable[Seat], **more: Any) -> None:
         """Send `seats` a message with `basis`. Those that have one of the last bases get only the difference. Each form
@@ -254,10 +242,10 @@ class Forming:
 
     def _void(self) -> None:
         """Drop the proposal."""
-        self._phase, self._proposed, self._late, self._routes_s = "", 0, {}, math.inf
+        self._phase, self.proposed, self._late, self._routes_s = "", 0, {}, math.inf
 
     def _ready(self, seat: Seat, message: Mapping[str, Any]) -> None:
-        if message["n"] != self._proposed or seat not in self._late:
+        if message["n"] != self.proposed or seat not in self._late:
             return
         seat.problem = message["problem"]
         seat.warm = seat.warm or seat in self._members  # a chosen member is ready only with torch imported
@@ -265,14 +253,14 @@ class Forming:
         del self._late[seat]
         if self._late:
             return
-        if any(each.problem for each in self._chosen):
+        if any(each.problem for each in self.chosen):
             self._phase, self._routes_s = "routes", self.now_s + timing.ENDING_S  # a member may be ending
         else:
             self._prepare()
 
     def _prepare(self) -> None:
         """Decide what the ends of the last membership's ranks mean. Then have the next commit prepared."""
-        self._phase, size = "preparing", sum(seat.member.num_ranks for seat in self._chosen)
+        self._phase, size = "preparing", sum(seat.member.num_ranks for seat in self.chosen)
         verdict = self.ends.judge(resizing=self.resizing, next_size=size)
         if self._blame(verdict):
             return
@@ -282,11 +270,11 @@ class Forming:
         self._why = verdict.text or self._why  # the proposal before this one may have failed
         self.ends.world_size, job = size, self.basis.job or self.rules.job
         if self.basis.job:  # in an elastic job, each leader continues the count of the one before
-            self.ends.restarts = self._proposed - 1
+            self.ends.restarts = self.proposed - 1
         if self.rules.once:  # if the launcher has restarted any rank, this is a restart of the job
-            self.ends.restarts = max(seat.member.restarts for seat in self._chosen)
+            self.ends.restarts = max(seat.member.restarts for seat in self.chosen)
         self._commit = {"job": job, "restarts": self.ends.restarts}
-        self._emit(Prepare(self._proposed, size, job, self.ends.restarts))
+        self._emit(Prepare(self.proposed, size, job, self.ends.restarts))
 
     def _blame(self, verdict: Verdict) -> bool:
         """Count a failure of the node that `verdict` blames. After too many failures leave the node out, and propose
@@ -308,10 +296,10 @@ class Forming:
     def _blame_routes(self) -> None:
         """Handle members that have no route to each other. In an elastic job, leave out the member that most of the
         failed routes begin or end at, but never the leader. Otherwise end the job."""
-        pairs = zip(self._chosen, [*self._chosen[1:], self._chosen[0]], strict=True)
+        pairs = zip(self.chosen, [*self.chosen[1:], self.chosen[0]], strict=True)
         blame = Counter(each for pair in pairs if pair[0].problem for each in pair)
-        problems = [seat.problem for seat in self._chosen if seat.problem]
-        worst = max(reversed(self._chosen[1:]), key=lambda seat: blame[seat]).member
+        problems = [seat.problem for seat in self.chosen if seat.problem]
+        worst = max(reversed(self.chosen[1:]), key=lambda seat: blame[seat]).member
         if self.leave_out(worst.token, problems[0]):
             self._emit(Log(f"{worst.who} is left out: {problems[0]}"))
         else:
@@ -334,14 +322,18 @@ class Forming:
         """From now on all newcomers must match `member`."""
         self._model = member
 
-    def prepared(self, n: int, more: Mapping[str, Any]) -> None:
-        """Commit membership `n`, which then runs."""
-        if n != self._proposed or self._phase != "preparing":
+    def prepared(self, event: Prepared) -> None:
+        """Commit a membership, which then runs; or end the job if that could not be prepared."""
+        n, more = event.n, event.more
+        if n != self.proposed or self._phase != "preparing":
             return
-        self._phase, self._proposed = "", 0
+        if more is None:
+            self.end(event.why, code=event.code)
+            return
+        self._phase, self.proposed = "", 0
         self.running, self._formed, self.resizing, self._changed = True, n, False, True
         self._started_s = self.now_s
-        self._set_model(self._chosen[0].member)  # the settings of members that came after the proposal may differ
+        self._set_model(self.chosen[0].member)  # the settings of members that came after the proposal may differ
         for seat in self.seats.values():
             seat.finished.clear()
         again = self._commit["restarts"] > 0 or bool(more["again"])
@@ -354,16 +346,12 @@ class Forming:
         self._why = ""
         self._spread("commit", self.basis, self.seats.values(), n=n, **self._commit)
 
-    def unprepared(self, n: int, code: int, why: str) -> None:
-        if n == self._proposed and self._phase == "preparing":
-            self.end(why, code=code)
-
     def stop(self, name: str, **more: Any) -> None:
         """Pass the signal `name`, a request to stop, on to all members, and begin to agree on the step to stop before.
         `change=True`: the job then goes on in another membership."""
         self.tell("stop", signal=name, **more)
         if self.running and self._stop is None:
-            self._stop = StopAgreement(seat.link for seat in self._chosen)
+            self._stop = StopAgreement(seat.link for seat in self.chosen)
             self.tell("prepare", n=self._formed, stop=self._stop.step)
 
     # Texts ------------------------------------------------------------------------------------------------------------
@@ -372,12 +360,12 @@ class Forming:
         waited_s = round(self.now_s - self._begun_s)
         if self._denied_s > self._begun_s:
             return "another part of the job goes on, or --shared-dir does not answer"
-        if self._proposed:
+        if self.proposed:
             what = f"rank 0 still prepares their start after {waited_s} s"
             if self._late:
                 late = by_host(seat.member for seat in self._late)
                 what = f"after {waited_s} s some still import torch or wait for earlier ranks to end (late: {late})"
-            return f"all {sum(member.num_ranks for member in self.chosen)} ranks have joined, but {what}"
+            return f"all {sum(seat.member.num_ranks for seat in self.chosen)} ranks have joined, but {what}"
         if self.rules.limits is None:
             text = describe_missing(self.members, of=self.me.world_size, waited_s=waited_s)
         else:

@@ -48,19 +48,13 @@ class Leading(Forming):
         self.follow: Address | None = None
         self._callers: dict[int, Caller] = {}
         self._merged = set[Age]()  # of bases whose voters this leader knows
+        self._fresh: list[Seat] = []  # newcomers since the last tick: all get the basis of a running membership at once
         self._shows = 0  # the link of the caller that was asked to show its basis
         self._quick_losses = Counter[int]()  # of each node, by the first rank that it claimed
         self._asking = set[int]()  # links that wait for an answer to "ask"
         self._noticed = "", 0.0  # which node has given a notice last, by its token, and when
         self._ticked_s = self._beat_s = now_s
         self._answer_s = math.inf  # when to answer "ask"
-
-    """All that a node decides while it leads.
-
-    `seats`: the connected members. `basis`: of the newest membership. `membership`: the highest number that this leader
-    knows, even if that membership was only proposed. `running`: whether the last committed membership still runs.
-    `resizing`: whether its ranks have been asked to stop for another membership. `closed`: why it takes no members, or
-    "". Members that come later wait for the next leader. `follow`: where the leader is that must replace this one."""
 
     @property
     def wake_s(self) -> float:
@@ -153,9 +147,12 @@ class Leading(Forming):
             others = f"{self.me.who} with WORLD_SIZE={self.me.world_size}. Set the same on all ranks."
             text = f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}"
             return self._turn_away(link, member, text)
+        if (earlier := self.by_token.get(member.token)) is not None:
+            self._remove(earlier, "its connection was cut")
         age = tuple(hello["age"])
-        if self.rules.limits is not None and not self.running and self._is_news(age):
-            if self._shows not in self._callers:
+        if self.rules.limits is not None and self._is_news(age):
+            # If a membership runs here, others have gone on without it. Its end is noticed soon
+            if not self.running and self._shows not in self._callers:
                 self._shows = link
                 self._emit(Send((link,), {"is": "show"}))
             return None
@@ -171,14 +168,11 @@ class Leading(Forming):
             return None
         rivals = [self._by_rank[rank] for rank in member.ranks if rank in self._by_rank]
         for rival in dict.fromkeys(rivals):
-            if rival.member.token == member.token:
-                self._remove(rival, "its connection was cut")
-            elif rival.heartbeat_s > caller.came_s:
+            if rival.heartbeat_s > caller.came_s:
                 claim = f"rank {member.first_rank} was claimed twice: by {rival.member.who} and by {member.who}"
                 hint = "Or another job uses this port, or an earlier attempt does not end."
                 return self._turn_away(link, member, f"{claim}. Give each process a RANK of its own. {hint}")
-            else:
-                return None
+            return None
         # Members on the leader's machine connect by loopback, which others can't use, see `_propose`
         age, now_s = tuple(hello["age"]), self.now_s
         seat = Seat(link, member, member.ranks, now_s, now_s, hello.get("warm") is not False, age, age)
@@ -193,7 +187,7 @@ class Leading(Forming):
         if age[1] and self._model is None:
             self._set_model(member)
         if self.running and self.rules.limits is not None:
-            self._spread("spare", self.basis, [seat])
+            self._fresh.append(seat)
         return self._form(crowded=len(self.seats) > FEW)
 
     def enter(self, hello: Mapping[str, Any]) -> None:
@@ -326,8 +320,8 @@ class Leading(Forming):
     def _repeat(self, seat: Seat) -> None:
         """Send the whole basis to a member that could not use a difference."""
         seat.sent = (-1, -1, -1, "")
-        if self._proposed and seat in self._late:
-            self._spread("propose", self._next, [seat], n=self._proposed)
+        if self.proposed and seat in self._late:
+            self._spread("propose", self._next, [seat], n=self.proposed)
         elif self.running and seat in self._members:
             self._spread("commit", self.basis, [seat], n=self._formed, **self._commit)
         elif self.running and self.rules.limits is not None:
@@ -369,8 +363,7 @@ class Leading(Forming):
     def tick(self) -> None:
         """Send heartbeats, remove silent members, check the deadline to join, and tell members who is missing."""
         now_s, silent_s = self.now_s, self.rules.silent_s
-        # This process itself was stopped for a while, and could receive nothing
-        if now_s - self._ticked_s > timing.ALIVE_S + min(timing.FROZEN_S - timing.ALIVE_S, silent_s / 2):
+        if now_s - self._ticked_s > self.rules.frozen_s:
             for seat in self.seats.values():
                 seat.heard_s = now_s
         self._ticked_s = now_s
@@ -389,13 +382,15 @@ class Leading(Forming):
             self._routes_s = math.inf
             self._blame_routes()
         self._form()
+        fresh, self._fresh = self._fresh, []
         if self.closed:
             return
         if self.running:
+            self._spread("spare", self.basis, [seat for seat in fresh if seat not in self._members])
             self._look_for_change()
-        elif now_s - self._begun_s > self.me.left_s + (timing.PREPARE_S if self._proposed else 0.0):
+        elif now_s - self._begun_s > self.me.left_s + (timing.PREPARE_S if self.proposed else 0.0):
             hint = ". Was every process started, with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
-            self.end(self._missing() + hint * (not self._proposed))
+            self.end(self._missing() + hint * (not self.proposed))
         elif now_s - self._noticed_s >= timing.NOTICE_S:
             self._noticed_s = now_s
             self.tell("waiting", text=self._missing())
@@ -446,7 +441,7 @@ class Leading(Forming):
             if (changed := recount(self.basis, spares, knowing)) is not None:
                 self._renew(changed)
         new = [seat for seat in idle if not seat.unfit and seat.warm and now_s - seat.since_s >= self._pause_s(seat)]
-        room = len(self._chosen) < limits.most and new
+        room = len(self.chosen) < limits.most and new
         if room and now_s - max(seat.since_s for seat in new) >= timing.GATHER_S:
             self._change()
 

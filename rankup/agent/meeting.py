@@ -143,12 +143,6 @@ class Meeting:
         out, self._out = self._out, []
         return out
 
-    @property
-    def _knows(self) -> Basis:
-        """What this node may vote or lead by. If the first membership was only proposed, only node 0 may go on: it may
-        have proposed another one meanwhile, to whoever was there. Nobody has trained yet."""
-        return self.basis if self.basis.follows else Basis()
-
     def _on_connected(self, event: Connected) -> None:
         if (dialed := self._dials.get(event.link)) is not None:
             dialed.ip, dialed.own_ip, dialed.address = event.address[0], event.own_ip, dialed.address or event.address
@@ -160,14 +154,8 @@ class Meeting:
             self._missed(dialed, event.why, refused=event.refused)
 
     def _on_leading(self, event: Claimed | Prepared) -> None:
-        if self.leading is None:
-            return
-        if isinstance(event, Claimed):
-            self.leading.claimed(event.n, event.ok)
-        elif event.more is None:
-            self.leading.unprepared(event.n, event.code, event.why)
-        else:
-            self.leading.prepared(event.n, event.more)
+        if (leading := self.leading) is not None:
+            leading.claimed(event) if isinstance(event, Claimed) else leading.prepared(event)
 
     def _settle(self) -> None:
         """Pass messages between the leader and the member in this process, and stop leading if another node must."""
@@ -210,7 +198,7 @@ class Meeting:
     # Leading ----------------------------------------------------------------------------------------------------------
 
     def _lead(self) -> None:
-        self.leading = Leading(self.me, self.rules, self._knows, self.now_s, self._emit)
+        self.leading = Leading(self.me, self.rules, self.basis, self.now_s, self._emit)
         self._hang_up()
         self.me = replace(self.me, ip=self._chosen_ip or "127.0.0.1")
         self._link, self._call_s = LOCAL, self.now_s
@@ -231,8 +219,8 @@ class Meeting:
             return
         self._callers[link] = ip, self.now_s
         at = list(self.at) if self.at else None
-        known = knowledge(self.basis, self.me.token)
-        self._out.append(Send((link,), {"is": "leader", "over": "this node does not lead", "at": at, **known}))
+        text, known = "this node does not lead", knowledge(self.basis, self.me.token)
+        self._out.append(Send((link,), {"is": "leader", "over": text, "at": at, **known}))
 
     def _call_others(self, leading: Leading) -> None:
         """Call nodes that are not connected. After a network cut or a restart of node 0 there may be two leaders, and
@@ -259,9 +247,7 @@ class Meeting:
         elif self.leading is not None:
             self.leading.heard(link, message)
         elif (caller := self._callers.get(link)) is not None:
-            known = knowledge(self.basis, self.me.token)
-            leads = message["is"] == "leads" and message["port"]
-            if leads and message["formed"] >= known["formed"] and same_job(message["job"], known["job"]):
+            if message["is"] == "leads" and message["port"]:
                 self._elsewhere = caller[0], message["port"]
                 self._retry_s = self.now_s
             self._drop(link)
@@ -376,8 +362,7 @@ class Meeting:
 
     def _tick(self) -> None:
         now_s, silent_s = self.now_s, self.rules.silent_s
-        # This process itself was stopped for a while, and could receive nothing
-        if now_s - self._ticked_s > timing.ALIVE_S + min(timing.FROZEN_S - timing.ALIVE_S, silent_s / 2):
+        if now_s - self._ticked_s > self.rules.frozen_s:
             self._heard_s = now_s
         self._ticked_s = now_s
         if now_s >= self._beat_s:
@@ -412,7 +397,10 @@ class Meeting:
             self._dial(self.master, "join")
             return
         self._said, self._asked, token = {}, 0, self.me.token
-        self._before = [*itertools.takewhile(lambda node: node.token != token, self._knows.known)]
+        # If the first membership was only proposed, only node 0 may go on: it may have proposed another one meanwhile,
+        # to whoever was there. Nobody has trained yet
+        known = self.basis.known if self.basis.follows else ()
+        self._before = [*itertools.takewhile(lambda node: node.token != token, known)]
         elsewhere, self._elsewhere = self._elsewhere, None
         self._ask([*self._few(), self.master, elsewhere])
         self._search_on()

@@ -6,14 +6,10 @@
 Each line says after which seed the fault was found. A fault that is not found is a promise that nobody tests."""
 
 import argparse
-import os
-import shutil
-import subprocess
+import importlib.util
 import sys
-import tempfile
-from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = [  # what it breaks, the file, the text, and what replaces it
     ("half of the voters count as a majority", "votes", "for token in voters) > len(voters)",
      "for token in voters) >= len(voters)"),
@@ -26,10 +22,10 @@ MUTANTS = [  # what it breaks, the file, the text, and what replaces it
      "return self.follows, self.n, self.v, self.by", "return 0, self.n, self.v, self.by"),
     ("a proposal forgets the voters before it", "forming", "before=tuple(self.basis.electorates)", "before=()"),
     ("both halves may follow the same membership", "forming", "if self.rules.shared and (unowned", "if 0 and (unowned"),
-    ("a claim that another node has counts", "forming", "        if ok:\n", "        if True:\n"),
-    ("a newer basis is never asked for", "leading", "not self.running and self._is_news(age)", "False"),
-    ("a first proposal lets others lead", "meeting", "return self.basis if self.basis.follows else Basis()",
-     "return self.basis"),
+    ("a claim that another node has counts", "forming", "        if event.ok:\n", "        if True:\n"),
+    ("a newer basis is never asked for", "leading", "self.rules.limits is not None and self._is_news(age)", "False"),
+    ("a first proposal lets others lead", "meeting", "            elif not self.basis.follows:\n",
+     "            elif False:\n"),
     ("a stop is confirmed that a rank has passed", "votes", "if furthest < self.step:", "if furthest <= self.step:"),
     ("a stop is confirmed before all have answered", "votes", "len(self._answers) < len(self.members)",
      "len(self._answers) < 1"),
@@ -37,7 +33,7 @@ MUTANTS = [  # what it breaks, the file, the text, and what replaces it
      "self._late |= dict.fromkeys(seat for seat in self.seats.values() if not seat.leaves)", "pass"),
     ("no leader gives way to another", "leading",
      "return newer and same_job(other[\"job\"], own[\"job\"])", "return False"),
-    ("an answer to an earlier proposal counts", "forming", "message[\"n\"] != self._proposed or seat not in",
+    ("an answer to an earlier proposal counts", "forming", "message[\"n\"] != self.proposed or seat not in",
      "seat not in"),
     ("a lost member does not void a proposal", "leading", "        if not self.running:\n            self._void()\n",
      "        if not self.running:\n            pass\n"),
@@ -50,22 +46,31 @@ MUTANTS = [  # what it breaks, the file, the text, and what replaces it
 ]
 
 
-def look_for(number: int, *, most: int, first: int) -> str:
-    """Return the first seed that fails, or ""."""
-    what, name, old, new = MUTANTS[number]
-    with tempfile.TemporaryDirectory() as folder:
-        for part in ("rankup", "tests/agent", "tests/__init__.py"):
-            source, target = ROOT / part, Path(folder) / part
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-        path = Path(folder) / f"rankup/agent/{name}.py"
-        text = path.read_text()
-        assert text.count(old) == 1, f"{what}: the text is {text.count(old)} times in {name}.py"
-        path.write_text(text.replace(old, new))
-        line = [sys.executable, "-m", "tests.agent.simulator", f"--first={first}", f"--count={most}", "--stop"]
-        env = {**os.environ, "PYTHONPATH": folder}
-        done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, check=False)
-        found = [each for each in done.stdout.splitlines() if each.startswith("seed ")]
-        return found[0][:150] if found else ""
+PARTS = [f"rankup.agent.{name}" for name in ("votes", "forming", "leading", "meeting")] + ["tests.agent.simulator"]
+
+
+def broken(number: int) -> Any:
+    """Return the simulator with a meeting that has this fault."""
+    what, name, old, new = MUTANTS[number - 1]
+    saved = {part: sys.modules.pop(part) for part in PARTS if part in sys.modules}
+    try:
+        for part in PARTS:
+            spec: Any = importlib.util.find_spec(part)
+            text = spec.loader.get_source(part)
+            if part == f"rankup.agent.{name}":
+                assert text.count(old) == 1, f"{what}: the text is {text.count(old)} times in {name}.py"
+                text = text.replace(old, new)
+            sys.modules[part] = module = importlib.util.module_from_spec(spec)
+            exec(compile(text, part, "exec"), vars(module))
+        return module
+    finally:
+        sys.modules.update(saved)
+
+
+def look_for(number: int, *, most: int, first: int = 0) -> tuple[int, str]:
+    """Return the first seed that fails, and why; or (-1, "")."""
+    play = broken(number).play
+    return next(((seed, why) for seed, why, _ in map(play, range(first, first + most)) if why), (-1, ""))
 
 
 def main() -> None:
@@ -77,9 +82,9 @@ def main() -> None:
     numbers = given.numbers or range(1, len(MUTANTS) + 1)
     missed = 0
     for number in numbers:
-        found = look_for(number - 1, most=given.most, first=given.first)
-        missed += not found
-        print(f"{number:2} {MUTANTS[number - 1][0]}: {found or 'NOT FOUND'}", flush=True)
+        seed, why = look_for(number, most=given.most, first=given.first)
+        missed += not why
+        print(f"{number:2} {MUTANTS[number - 1][0]}: {seed} {why[:120] or 'NOT FOUND'}", flush=True)
     print(f"{len(numbers) - missed} of {len(numbers)} found")
 
 

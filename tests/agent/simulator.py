@@ -55,6 +55,12 @@ TICK = Tick()
 PORT = 29400
 # Virtual time in which the job must go on once the faults have ended, or show that too many nodes are gone
 HEALING_S, GONE_S = 100.0, 40.0
+FAULTS = ["part", "anew", "halves", "move", "move", "one way", "pair", "mend", "mend", "freeze", "kill", "power",
+          "reset", "slow", "rank", "disk", "leave"]
+# Faults at the moment of a message, and the messages that draw them
+AIMED = ["anew", "move", "move", "move", "freeze", "kill", "power", "reset", "slow", "mend"]
+TARGETS = ["propose", "ready", "commit", "show", "shown", "basis", "has", "hello", "leads", "leader", "lost", "prepare",
+           "standing", "confirm"]
 
 
 class Violation(AssertionError):
@@ -162,9 +168,16 @@ class Host:
     def act(self, output: Any) -> None:
         kind = type(output)
         if kind is Send:
+            world, kind = self.world, output.message["is"]
+            aimed = world.shots and kind in world.targets and world.healed_s < 0 and world.dice.random() < 0.3
+            if aimed and world.dice.random() < 0.6:
+                world.aim(self, output.links)
+                aimed = False
             for link in output.links:
                 if (wire := self.wires.get(link)) is not None:
-                    self.world.send(wire, output.message)
+                    world.send(wire, output.message)
+            if aimed:
+                world.aim(self, output.links)
         elif kind is Hear:
             self.hear(output.message)
         elif kind is Beat:
@@ -350,10 +363,9 @@ class World:
         self.formed: dict[int, tuple[Any, ...]] = {}  # by number, what each membership is
         self.newest: tuple[Any, ...] = ()
         self.starts: dict[tuple[str, int], int] = {}  # by job and membership, the step after which it goes on
-        self.faults = 0
-        self.crashes = self.power = 0
+        self.crashes = 0
+        self.targets, self.shots = list[str](), 0  # kinds of messages that draw faults, and how many faults are left
         self.num_events = 0
-        self.kinds: set[str] = set()
         self.overs: list[tuple[str, Any]] = []
         self.healed_s = -1.0
         self.asked_to_leave = 0
@@ -555,7 +567,6 @@ class World:
             self.log(f"step {step} of membership {n} is finished by {used}")
 
     def failed(self, host: Host, text: str) -> None:
-        self.kinds.add("failed")
         self.overs.append((host.token, text))
 
     def ended(self, host: Host, message: Any) -> None:
@@ -564,43 +575,53 @@ class World:
     # Faults -----------------------------------------------------------------------------------------------------------
 
     def fault(self) -> None:
-        if self.healed_s >= 0:
-            return
+        """A fault at any time, to any node."""
+        if self.healed_s < 0:
+            self.at(self.dice.expovariate(self.pace), self.fault)
+            self.strike(self.dice.choice(self.menu), self.dice.choice(self.hosts))
+
+    def aim(self, source: Host, links: Iterable[int]) -> None:
+        """A fault to the nodes that exchange a message, just as it is sent. Another one may follow."""
         dice = self.dice
-        self.at(dice.expovariate(self.pace), self.fault)
-        alive = [host for host in self.hosts if host.meeting is not None]
-        host = dice.choice(self.hosts)
-        kind = dice.choice(self.menu)
-        self.kinds.add(kind)
+        self.shots -= 1
+        others = [source.wires[link].to for link in links if link in source.wires]
+        for _ in range(dice.choice((1, 1, 2))):
+            self.strike(dice.choice(AIMED), source if dice.random() < 0.4 or not others else dice.choice(others))
+        if dice.random() < 0.3:
+            self.at(dice.choice((0.003, 0.3, 1.5)), self.again, dice.choice([source, *others]))
+
+    def again(self, host: Host) -> None:
+        if self.healed_s < 0:
+            self.strike(self.dice.choice(AIMED), host)
+
+    def split(self, sides: list[int]) -> None:
+        self.cut |= {(a, b) for a, one in enumerate(sides) for b, other in enumerate(sides) if one != other}
+
+    def strike(self, kind: str, host: Host) -> None:
+        dice, size, number, cut = self.dice, self.size, host.number, self.cut
         if self.trace:
             self.log(f"FAULT {kind} {host.token}")
-        if kind == "part":
-            sides = {each.number: dice.randint(0, dice.choice((1, 1, 2))) for each in self.hosts}
-            self.cut |= {(a, b) for a in sides for b in sides if sides[a] != sides[b]}
+        if kind in ("part", "anew"):
+            if kind == "anew":
+                self.mend([*cut])
+            self.split([dice.randint(0, dice.choice((1, 1, 2))) for _ in self.hosts])
         elif kind == "halves":
-            order = dice.sample(range(self.size), self.size)
-            sides = {each: place < self.size // 2 for place, each in enumerate(order)}
-            self.cut |= {(a, b) for a in sides for b in sides if sides[a] != sides[b]}
-        elif kind == "isolate":
-            self.cut |= {pair for each in self.hosts if each is not host
-                         for pair in ((each.number, host.number), (host.number, each.number))}
-        elif kind == "one way":
-            other = dice.choice(self.hosts)
-            if other is not host:
-                self.cut.add((host.number, other.number))
-        elif kind == "pair":
-            other = dice.choice(self.hosts)
-            if other is not host:
-                self.cut |= {(host.number, other.number), (other.number, host.number)}
+            self.split([place % 2 for place in dice.sample(range(size), size)])
+        elif kind == "move":  # to the other side of a cut, or away from all others
+            pairs = {pair for each in range(size) if each != number for pair in ((each, number), (number, each))}
+            mended = cut & pairs
+            cut |= pairs
+            self.mend(mended)
+        elif kind in ("one way", "pair") and (other := dice.randrange(size)) != number:
+            cut |= {(number, other)} if kind == "one way" else {(number, other), (other, number)}
         elif kind == "mend":
-            self.mend([*self.cut])
+            self.mend([*cut])
         elif kind == "freeze" and host.meeting is not None and not host.frozen:
             host.frozen = True
             self.at(dice.choice((0.5, 3.0, 8.0, 15.0)), host.wake, host.life)
         elif kind in ("kill", "power") and host.meeting is not None and not host.leaves:
-            if len(alive) > 1 and (self.safe_least or host.number):
+            if self.num_alive > 1 and (self.safe_least or host.number):
                 self.crashes += 1
-                self.power += kind == "power"
                 host.exit(power=kind == "power")
                 if kind == "power":
                     host.done = 0
@@ -612,14 +633,18 @@ class World:
                     one.ended = True
                     self.at(dice.choice((0.0, 0.1, 2.0)), self.arrive, one, Ended(one.link))
         elif kind == "slow":
-            (self.slow.discard if host.number in self.slow else self.slow.add)(host.number)
+            (self.slow.discard if number in self.slow else self.slow.add)(number)
         elif kind == "disk":
             self.slow_disk = dice.choice((0.0, 1.0, 12.0))
         elif kind == "rank" and host.runs:
             host.end_ranks(host.life, host.runs, 137, False)
-        elif kind == "leave" and host.meeting and self.limits and self.newest and len(alive) > self.limits.least:
+        elif kind == "leave" and host.meeting and self.limits and self.newest and self.num_alive > self.limits.least:
             self.asked_to_leave += 1
             host.leave()
+
+    @property
+    def num_alive(self) -> int:
+        return sum(host.meeting is not None for host in self.hosts)
 
     def restart(self, host: Host, life: int) -> None:
         if host.life == life and host.meeting is None:
@@ -628,9 +653,9 @@ class World:
     def play(self) -> "World":
         dice = self.dice
         self.pace = dice.choice((0.1, 0.25, 0.6, 1.5))
-        menu = ["part", "halves", "isolate", "one way", "pair", "mend", "mend", "mend", "freeze", "kill", "power",
-                "reset", "slow", "rank", "disk", "leave"]
-        self.menu = [*dice.sample(menu, dice.randint(2, 6)), "mend"]
+        self.menu = [*dice.sample(FAULTS, dice.randint(2, 6)), "mend"]
+        if dice.random() < 0.6:
+            self.targets, self.shots = dice.sample(TARGETS, dice.randint(1, 3)), dice.choice((2, 4, 8))
         for host in self.hosts:
             self.at(dice.choice((0.0, 0.0, 0.0, dice.uniform(0.0, 6.0))), self.restart, host, 0)
         self.at(1.0, self.step)

@@ -167,7 +167,7 @@ def test_nodes_without_a_route_are_left_out_and_wait_longer_each_time(monkeypatc
 def go_on(room: Room, puppets: list[Puppet]) -> None:
     """Let time pass until all these puppets are in a running membership. They answer each proposal."""
     while not (room.leader.running and {puppet.me.token for puppet in puppets} <= {
-        each.token for each in room.leader.chosen
+        each.member.token for each in room.leader.chosen
     }):
         room.pass_time(0.5, *puppets)
         for puppet in puppets:
@@ -231,6 +231,7 @@ def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
     room = Room(limits=Limits(2, 3, wait_s=0.0))
     own, lost = room.job(2)
     new = room.enter(member(2), warm=False)
+    room.pass_time(0.25, own, lost)
     new.hears("spare")
     lost.vanish()
     own.hears("lost"), new.hears("lost")
@@ -389,6 +390,17 @@ def test_member_that_reconnects_does_not_wait_for_its_old_connection():
     for puppet in (first, last):
         assert puppet.hears("lost")["why"] == "its connection was cut"
     room.agree([first, again, last])
+
+
+def test_member_that_comes_back_with_a_newer_proposal_shows_it_before_it_votes():
+    """Others have made that proposal, and may have committed it. Here the membership before it still runs."""
+    room = Room(limits=Limits(2, 3, wait_s=0.0))
+    first, cut, last = room.job()
+    again = room.enter(cut.me, age=(1, 2, 0, "token9"))
+    for puppet in (first, last):
+        assert puppet.hears("lost")["why"] == "its connection was cut"
+    again.hears("show")
+    again.hears_nothing()
 
 
 def test_second_process_with_a_rank_is_turned_away_while_the_first_is_alive():
