@@ -86,13 +86,6 @@ class Leading(Forming):
         newer = other["token"] != own["token"] and [other[name] for name in names] > [own[name] for name in names]
         return newer and same_job(other["job"], own["job"])
 
-    def meet_leader(self, ip: str, said: Mapping[str, Any]) -> None:
-        """Take what another leader, or a member that looks for its leader, says of itself; its `port` is 0 then."""
-        if self.rules.limits is not None and not said["port"]:
-            self._sought_s = self.now_s if said["n"] > self.membership else self._sought_s
-        elif self.rules.limits is not None and self.yields_to(said):
-            self.follow = ip, said["port"]
-
     def _introduce(self, link: int, caller: Caller, message: Mapping[str, Any]) -> None:
         kind = message["is"]
         if caller.hello is not None:
@@ -103,8 +96,11 @@ class Leading(Forming):
         elif kind == "hello" and not self.closed:
             self._hello(link, caller, message)
         else:
-            if kind == "leads":
-                self.meet_leader(caller.ip, message)
+            if kind == "leads" and self.rules.limits is not None:
+                if message["port"] and self.yields_to(message):
+                    self.follow = caller.ip, message["port"]
+                elif not message["port"] and message["n"] > self.membership:  # a member that looks for its leader
+                    self._sought_s = self.now_s
             self.drop(link)  # this job is over, and a member of the next job will try again
 
     def drop(self, link: int) -> None:
@@ -131,7 +127,7 @@ class Leading(Forming):
     def _is_news(self, age: Age) -> bool:
         """Return whether a member with a basis of this age knows of voters that this leader does not know."""
         own = self.basis.age
-        # A first membership that was only proposed counts for nothing, see `Meeting._knows`
+        # A first membership that was only proposed counts for nothing, see `Meeting._seek`
         rival = age[0] == own[0] and not age[2] and age[3] != own[3]
         return bool(age[0]) and (age > own or rival) and age not in self._merged
 

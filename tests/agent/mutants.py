@@ -40,7 +40,9 @@ MUTANTS = [  # what it breaks, the file, the text, and what replaces it
     ("a silent leader is never noticed", "meeting", "if quiet_s > silent_s or is_over:", "if is_over:"),
     ("a new leader counts anew", "leading", "self.membership = max(self.membership, age[1])",
      "self.membership = self.membership"),
-    ("a leader that knows less is followed", "meeting", "and said[\"formed\"] >= known[\"formed\"])", ")"),
+    ("a member that comes while a membership runs shows no basis", "leading",
+     "self.rules.limits is not None and self._is_news(age)",
+     "self.rules.limits is not None and not self.running and self._is_news(age)"),
     ("ranks keep running when their leader is gone", "meeting",
      "self._out.append(Hear({\"is\": \"gone\", \"why\": why, **more}))", "pass"),
 ]

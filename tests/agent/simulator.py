@@ -58,9 +58,9 @@ HEALING_S, GONE_S = 100.0, 40.0
 FAULTS = ["part", "anew", "halves", "move", "move", "one way", "pair", "mend", "mend", "freeze", "kill", "power",
           "reset", "slow", "rank", "disk", "leave"]
 # Faults at the moment of a message, and the messages that draw them
-AIMED = ["anew", "move", "move", "move", "freeze", "kill", "power", "reset", "slow", "mend"]
-TARGETS = ["propose", "ready", "commit", "show", "shown", "basis", "has", "hello", "leads", "leader", "lost", "prepare",
-           "standing", "confirm"]
+AIMED = ["anew", "move", "move", "move", "move", "freeze", "kill", "power", "reset", "mend"]
+TARGETS = ["propose", "propose", "ready", "ready", "commit", "commit", "show", "shown", "basis", "has", "hello",
+           "leads", "lost", "prepare", "standing", "confirm"]
 
 
 class Violation(AssertionError):
@@ -169,7 +169,7 @@ class Host:
         kind = type(output)
         if kind is Send:
             world, kind = self.world, output.message["is"]
-            aimed = world.shots and kind in world.targets and world.healed_s < 0 and world.dice.random() < 0.3
+            aimed = world.shots and kind in world.targets and world.is_hit()
             if aimed and world.dice.random() < 0.6:
                 world.aim(self, output.links)
                 aimed = False
@@ -364,7 +364,8 @@ class World:
         self.newest: tuple[Any, ...] = ()
         self.starts: dict[tuple[str, int], int] = {}  # by job and membership, the step after which it goes on
         self.crashes = 0
-        self.targets, self.shots = list[str](), 0  # kinds of messages that draw faults, and how many faults are left
+        # Kinds of messages that draw faults from a time on, how often they do, and how many faults are left
+        self.targets, self.aimed_s, self.luck, self.shots = list[str](), 0.0, 0.0, 0
         self.num_events = 0
         self.overs: list[tuple[str, Any]] = []
         self.healed_s = -1.0
@@ -580,6 +581,9 @@ class World:
             self.at(self.dice.expovariate(self.pace), self.fault)
             self.strike(self.dice.choice(self.menu), self.dice.choice(self.hosts))
 
+    def is_hit(self) -> bool:
+        return self.healed_s < 0 and self.now_s >= self.aimed_s and self.dice.random() < self.luck
+
     def aim(self, source: Host, links: Iterable[int]) -> None:
         """A fault to the nodes that exchange a message, just as it is sent. Another one may follow."""
         dice = self.dice
@@ -656,6 +660,10 @@ class World:
         self.menu = [*dice.sample(FAULTS, dice.randint(2, 6)), "mend"]
         if dice.random() < 0.6:
             self.targets, self.shots = dice.sample(TARGETS, dice.randint(1, 3)), dice.choice((2, 4, 8))
+            self.aimed_s, self.luck = dice.choice((0.0, 8.0)), dice.choice((0.1, 0.5, 1.0))
+            if dice.random() < 0.5:  # one cut, and then only what is aimed
+                self.pace = 0.02
+                self.at(7.9, self.strike, dice.choice(("part", "halves", "move")), dice.choice(self.hosts))
         for host in self.hosts:
             self.at(dice.choice((0.0, 0.0, 0.0, dice.uniform(0.0, 6.0))), self.restart, host, 0)
         self.at(1.0, self.step)

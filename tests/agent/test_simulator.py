@@ -25,4 +25,4 @@ def test_seed_that_failed_fails_again() -> None:
 
 def test_fault_that_keeps_a_job_from_going_on_is_found() -> None:
     """The simulator must see what it looks for. `mutants` has twenty faults, which take minutes."""
-    assert mutants.look_for(15, most=200, first=0)
+    assert mutants.look_for(16, most=200)[1]
