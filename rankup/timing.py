@@ -50,6 +50,7 @@ SAY_S = 2.0  # for a message to the agent, because a stopped agent reads nothing
 HEALTHY_S = 600.0  # an unchanged script that ran this long before its node was lost is healthy; kubelet's figure
 UNNOTICED_S = 2.0  # ranks notice a lost peer within a second; a rank that waits for it to join is told after this time
 LEAVE_S = 15.0  # after one rank has ended, all others must end within this time of their last progress with a rescue
+TURN_S = 4.0  # if the rank that writes its node's rescue writes nothing for this long, another rank writes one
 SCRIPT_LEAVE_S = 5.0  # the same for a script that does not import rankup: it has only its own state to write
 REACH_S = 5.0  # for reaching the step at which all ranks stop; a rank that waits for data, or evaluates, will not
 # torchrun passes a signal on to ranks that may have got it already, within milliseconds. Slurm and Kubernetes repeat a

@@ -334,15 +334,17 @@ class Saving:
                 )
         try:
             if position is not None and position.step > max(0, self.run.saved_step):
-                make = partial(self._files, copy(position))
-                memory.write_rescue(self.run.lineage.run, position.step, self.run.mark, make)
+                self._write_rescue(copy(position))
                 return
         except Exception as error:
             # Saves wait for each other, so a save that is under way is the newest
-            kept = max(self.run.saved_step, self.run.saver.step or 0)
+            saved = max(self.run.saved_step, self.run.saver.step or 0)
+            rescued = memory.newest_step(self.run.lineage.run)
+            kept = f"the {'rescue' if rescued > saved else 'checkpoint'} of step {max(saved, rescued)}"
+            others = " or from the rescue of another node" if len({*group.hosts}) > 1 else ""
             group.log.warning(
                 f"no rescue of step {self.position.step}, so the run goes on from "
-                f"{f'the checkpoint of step {kept}' if kept > 0 else 'its beginning'}: {reason(error)}"
+                f"{kept if max(saved, rescued) > 0 else 'its beginning'}{others}: {reason(error)}"
             )
         self.run.parts.wait()
         self.run.saver.wait()
@@ -371,25 +373,25 @@ class Saving:
         position = copy(position)
         newest = list_copies(saver.folder)  # look again: the loop may not have noticed the end of a save yet
         if position.step > (step_of(newest[-1]) if newest else 0):
-            make, check = partial(self._files, position), saver.check_owner
             try:
                 self.reporting.metrics.flush()
-                copies.save(saver.folder, make(), step=position.step, keep=saver.keep, check_owner=check)
+                with self.commit_lock.own_stream():
+                    copies.save(saver.folder, self._files(position), step=position.step, keep=saver.keep,
+                                check_owner=saver.check_owner)
             except UserError as error:
                 self.group.log.warning(
                     f"no checkpoint of step {position.step}, trying this node's memory: {reason(error)}"
                 )
-                memory.write_rescue(self.run.lineage.run, position.step, self.run.mark, make)
+                self._write_rescue(position)
         for place in self.run.places.values():
             place.finish(stopped=True)
         return self.stopped()
 
-    def _files(self, position: Position) -> dict[str, Content]:
-        """Return the files of a copy of the last commit, at `position`."""
+    def _write_rescue(self, position: Position) -> None:
         with self.commit_lock.own_stream():
-            nodes, tensors = tree.encode(self._own())
-            if self.group.device.type == "cuda":  # tensors on the host need no copy, because the training has stopped
-                for name, tensor in tensors.items():
-                    tensors[name] = tensor.cpu()
-                    self.group.record.note_written(tensor.nbytes)
-        return {STATE: self._record(position), **tree.files_of(nodes, tensors)}
+            make = partial(self._files, position)
+            memory.write_rescue(self.run.lineage.run, position.step, self.run.mark, make)
+
+    def _files(self, position: Position) -> dict[str, Content]:
+        """Return the files of a copy of the last commit, at `position`. To read them from a GPU takes `own_stream`."""
+        return {STATE: self._record(position), **tree.files_of(*tree.encode(self._own()))}

@@ -142,6 +142,35 @@ def small_memory() -> None:
         own_tmpfs({"shm": "/dev/shm", "tmp": os.environ["TMPDIR"]}[name], "8k")
 
 
+SHORT_OF_MEMORY = """
+import os, signal, sys, types, torch, rankup
+from rankup.state import memory
+
+job = rankup.init(sys.argv[1], tensorboard=False, save_every_steps=0)
+job.track(state=(state := {"0": torch.zeros(1)}))
+for step in job.steps(6):
+    job.gather(0)
+    with job.step():
+        state["0"] += 1
+    mark = f"{sys.argv[1]}.killed-{step}"
+    if step in (1, 3) and not os.path.exists(mark):
+        if step == 3:
+            memory.shutil.disk_usage = lambda path: types.SimpleNamespace(free=0)
+        job.gather(0)
+        if job.rank == 1:
+            open(mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+job.finish()
+"""
+
+
+def test_rescue_without_room_names_the_earlier_rescue_from_which_the_run_resumes(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SHORT_OF_MEMORY)
+    output = forks.ends("launch", "--nproc=2", tmp_path / "script.py", tmp_path / "run", cwds=[tmp_path])
+    assert "no rescue of step 4, so the run goes on from the rescue of step 2: " in output
+    assert output.count("resumed from step 2, rescued by rank 0 ") == 2
+
+
 def test_fsdp_says_once_that_no_rank_can_write_a_rescue(forks: Forks, tmp_path: Path) -> None:
     line = train(tmp_path, *OTHER, "--parallel=fsdp", "--memory-every-steps=0")
     output = forks.ends(*line, world_size=2, env=KILL, code=[171, -9])

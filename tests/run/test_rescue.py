@@ -3,9 +3,13 @@
 import errno
 import json
 import os
+import random
+import signal
 import stat
+import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.state import copies
 from rankup.state.copies import Content
 from rankup.state.memory import list_held, remove, write_rescue
 from tests.rigs.checkpoints import files_of, fingerprint, flip, load_checkpoint, train, training_state
@@ -73,6 +78,64 @@ def test_ranks_of_a_node_that_rescue_together_copy_the_state_once(memory: Path) 
         for done in [ranks.submit(write_rescue, RUN, 7, ATTEMPT, make) for _ in range(4)]:
             done.result()
     assert (made, found()) == ([7], 7)
+
+
+def test_rank_that_hangs_in_a_rescue_does_not_keep_the_others_from_theirs(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang() -> dict[str, Content]:
+        begun.set()
+        ended.wait()
+        return files(7)
+
+    monkeypatch.setattr("rankup.state.memory.TURN_S", 0.1)
+    begun, ended = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(4) as ranks:
+        hanging = ranks.submit(write_rescue, RUN, 7, ATTEMPT, hang)
+        begun.wait()
+        for other in [ranks.submit(write, 7) for _ in range(3)]:
+            other.result()
+        assert found() == 7
+        ended.set()
+        hanging.result()
+    assert found() == 7
+
+
+def at_each_moment(before: Callable[[], None]) -> None:
+    """From now on, call `before` when this process opens, makes, renames or removes a file, or has written a chunk."""
+    sys.addaudithook(lambda event, _: before() if event in ("open", "os.mkdir", "os.rename", "os.rmdir") else None)
+    copies.on_write.append(lambda size: before())
+
+
+def rescue_in_a_process(step: int, *, kill_at: int, moments: Path) -> int:
+    """Write a rescue in a new process. It is killed at that moment, or else writes the number of moments to a file."""
+    if pid := os.fork():
+        return pid
+    try:
+        count = iter(range(1, sys.maxsize))
+        at_each_moment(lambda: os.kill(os.getpid(), signal.SIGKILL) if next(count) == kill_at else None)
+        write(step)
+        moments.write_text(str(next(count)))
+    finally:
+        os._exit(0)
+
+
+def test_kills_of_ranks_at_any_moment_of_a_rescue_leave_whole_copies(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "PIECE", 64)
+    monkeypatch.setattr(copies, "CHUNK", 16)
+    os.waitpid(rescue_in_a_process(7, kill_at=0, moments=memory.parent / "moments"), 0)
+    last, draw = int((memory.parent / "moments").read_text()), random.Random(54)
+    for turn in range(50):
+        remove(RUN)
+        write(6, attempt="earlier")
+        kills = [draw.randrange(1, last) if rank < draw.randint(1, 3) else 0 for rank in range(3)]
+        ranks = [rescue_in_a_process(7, kill_at=kill, moments=memory.parent / "moments") for kill in kills]
+        ends = [os.waitpid(rank, 0)[1] for rank in ranks]
+        assert found() in ((7,) if 0 in ends else (6, 7)), (turn, kills, ends)  # `found` verifies each copy
+        write(8)  # the next rescue removes what is left of those that were killed
+        assert [path.name for path in (memory / f"rankup-{os.getuid()}" / RUN).iterdir()] == ["step-00000008"]
 
 
 def test_removal_by_one_rank_spares_the_rescue_that_another_writes(memory: Path) -> None:
