@@ -22,8 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rankup.agent.processes import act_before_end
 from rankup.env.rank_env import array_task
-from rankup.errors import ExpectedError, Finished, Stopped, UserError, need
+from rankup.errors import FINISHED, ExpectedError, Finished, Stopped, UserError, exit_code, need
 from rankup.group.group import Group
 from rankup.loop.changes import as_yaml, differing, settings_of
 from rankup.loop.job import Job
@@ -40,6 +41,7 @@ from rankup.state.second_place import fetched, kept_step
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
 log = logging.getLogger("rankup")
+OWN = ("run", "device", "task", "settings", "on_end")  # names in `init` that may differ between ranks
 PID = os.getpid()  # a rank that is forked later is not interactive
 HASHES = (
     "PYTHONHASHSEED is not set: a set of texts has another order on each rank and after each start. If numbers come "
@@ -53,7 +55,7 @@ def init(
     compare_every_steps: int | None = None, tensorboard: bool = True, join_timeout_s: float = 300.0,
     setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0, save_timeout_s: float = 600.0,
     memory_every_steps: int | None = None, settings: Any = None, may_change: Collection[str] = (), store: str = "",
-    mirror: str = "", tracker: str = "none", save: str = "auto", again: bool = False,
+    mirror: str = "", tracker: str = "none", save: str = "auto", again: bool = False, on_end: str = "",
 ) -> "Job":
     """Meet the other ranks, take ownership of the run, and return the job. Call it once, before you build the model.
 
@@ -77,6 +79,8 @@ def init(
     `store`: an address below which the run is kept too. `mirror`: a folder or an address that gets copies and may fail.
     `tracker`: "mlflow", "wandb" or "none". `save`: "sync" waits until a copy is written; "auto" writes in the
     background if enough memory is free.
+    `on_end`: a shell command that runs once when the job ends, with a line of JSON on its standard input, see
+    operators.md. `rankup launch --on-end` outranks it. Only rank 0 and the agents use it.
     `keep`: how many copies to keep on disk. `tensorboard`: whether to write TensorBoard's files too.
     `log_every_steps`: how often to write the values of `job.step`; before the first such step, every 10 steps.
     `compare_every_steps`: how often ranks compare digests of their weights and optimizer states, to find a machine that
@@ -93,13 +97,13 @@ def init(
     task = array_task(os.environ) if seed is None else None
     seed = seed if seed is not None else task or 0
     may_change = sorted({*may_change})
-    given = {name: value for name, value in locals().items() if name not in ("run", "device", "task", "settings")}
+    given = {name: value for name, value in locals().items() if name not in OWN}
     named, program, interactive = os.fspath(run), Program(), is_interactive()
     handler = ExitHandler(program, interactive=interactive)
     program.stop.install(interrupts=interactive)
     program.read_rank()
     settings = settings_of(settings or {})
-    check_options(given)
+    check_options({**given, "on_end": on_end})
     need("rankup.init", "numpy", "safetensors", *(["tensorboard"] if tensorboard else []))
     told = (program.rank_env.agent or {}).get("run", {})  # the run of `launch`
     run, address = _place_of(named or told.get("place") or f"runs/{script_name()}")
@@ -118,7 +122,7 @@ def init(
     if interactive:
         options["step_timeout_s"] = 0.0
     chosen = Settings(**{**options, "store": store or address}, check=check, shown=settings)
-    program.start(run, guarded=False, stacks=True)
+    program.start(run, guarded=False, stacks=True, on_end=on_end)
     if task is not None:
         program.log.info(f"seed {seed}, the number of this task in an array of jobs")
     if named and told.get("chosen") and (run, address) != _place_of(told["place"]):
@@ -174,6 +178,8 @@ def check_options(given: dict[str, Any]) -> None:
     for name, known in {"tracker": ("none", *trackers.RUNS), "save": ("auto", "sync")}.items():
         if given[name] not in known:
             raise UserError(f"rankup.init: {name} must be one of {', '.join(known)}, got {given[name]}.")
+    if not isinstance(given["on_end"], str):
+        raise UserError(f"rankup.init: on_end must be a shell command, got {given['on_end']!r}.")
     for name in ("store", "mirror"):
         if secrets_in(given[name]):
             raise UserError(must_hold_no_secrets(f"rankup.init: {name}"))
@@ -285,6 +291,7 @@ class ExitHandler:
     def close(self) -> None:
         """Leave the group after success."""
         self.stack.close()
+        act_before_end(FINISHED)
         if self.job is not None:
             self.job.tracked.end_checks()
         self._pid, self.job = 0, None  # Python keeps the hooks, which would keep the job and every tracked object
@@ -334,6 +341,7 @@ class ExitHandler:
             error = failure
         if not self.interactive:
             self.program.exit(self.program.end(error))  # by os._exit: torch's own teardown may wait for a dead rank
+        act_before_end(exit_code(error))
         if job is not None:
             job.tracked.end_checks()
         if dist.is_initialized():

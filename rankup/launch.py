@@ -3,6 +3,7 @@ itself on each node. With `--replay` it runs one agent after another, one for ea
 had. Imports no torch."""
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -29,7 +30,7 @@ from rankup.env.rank_env import run_name
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ExpectedError, UserError, disk_errors, exit_code, need
 from rankup.places.files import RUNS, SNAPSHOT, read_json
 from rankup.slurm import Start
-from rankup.slurm_task import note_cause, restart_if_killed
+from rankup.slurm_task import note, note_cause, restart_if_killed
 from rankup.state.copies import STATE, list_whole
 from rankup.urls import is_url
 
@@ -126,7 +127,7 @@ def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
             threading.Thread(target=server.serve_forever, daemon=True).start()
         except UserError as error:  # another agent on this machine, which serves the same folder
             log.warning("%s", error)
-    verdict = _agent(options, on_end=given.on_end if stop_after is None else "")
+    verdict = _agent(options, on_end=given.on_end)
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
@@ -152,8 +153,8 @@ def own_code_first(here: Path) -> None:
 
 
 def _agent(options: Options, *, on_end: str) -> Verdict:
-    """Run the agent until the job ends, and again after this node was not fit to rejoin. Run the command of --on-end if
-    this node leads."""
+    """Run the agent until the job ends, and again after this node was not fit to rejoin. Run the command of --on-end,
+    or that of the script, if this node leads."""
     began_s = time.monotonic()
     agent: Agent | None = None
 
@@ -166,8 +167,11 @@ def _agent(options: Options, *, on_end: str) -> Verdict:
 
     def tell(code: int, cause: str) -> None:
         end_feed()
-        if leads():
-            tell_end(on_end, run_dir(), code=code, cause=cause, began_s=began_s)
+        command = on_end or (agent.ranks.on_end if agent is not None else "")
+        if options.stop_after is not None or not (command and leads()):  # another part of a replay follows
+            return
+        if not note("on_end", json.dumps([command, str(run_dir())])):  # a batch script tells it, once for all restarts
+            tell_end(command, run_dir(), code=code, cause=cause, began_s=began_s)
 
     endpoint = ProgressEndpoint.read(os.environ)
     end_feed: Callable[[], None] = lambda: None  # noqa: E731

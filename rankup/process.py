@@ -8,14 +8,17 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rankup import timing
 from rankup.agent.logs import RankLog, copy_prints, guard, host_name, print_to, setup_logging
-from rankup.agent.processes import die_with_parent, finish
-from rankup.agent.record import Record
+from rankup.agent.processes import before_end, die_with_parent, finish
+from rankup.agent.record import LONGEST, Record
 from rankup.env.rank_env import RankEnv, describe, read_rank_env, with_options
 from rankup.errors import USER_MISTAKE, ExpectedError, Stopped, UserError, exit_code, reason
 from rankup.group.stop import StopRequest, open_stacks
@@ -35,7 +38,7 @@ class Program:
     def __init__(self) -> None:
         self.stop, self.log = StopRequest(), logging.getLogger("rankup")
         self.found: RankEnv | UserError = RankEnv()
-        self._run_dir = Path()
+        self._run_dir, self._cause = Path(), ""
         self._watch: Watchdog | None = None  # reports an end itself after the ranks have met
 
     def begin(self) -> "Program":
@@ -68,12 +71,15 @@ class Program:
             raise self.found
         return self.found
 
-    def start(self, run_dir: Path | None = None, *, guarded: bool = True, stacks: bool = False) -> None:
+    def start(
+        self, run_dir: Path | None = None, *, guarded: bool = True, stacks: bool = False, on_end: str = "",
+    ) -> None:
         """Act as a rank from now on: end with the launcher, and also write all lines to `logs/` in the run's folder.
 
         `run_dir`: None for a process without a folder. `guarded`: continue if the reader of the output ends or stops
         reading; False for a script, or if the output is the result. `stacks`: let `rankup stacks` ask this process for
-        its stacks. Raises UserError if the folder can't be written.
+        its stacks. `on_end`: the command to run when the job ends, see `rankup.init`. Raises UserError if the folder
+        can't be written, or if the command is too long.
         """
         agent: Mapping[str, Any] = getattr(self.found, "agent", None) or {}
         print_to(agent.get("terminal", ()))
@@ -83,10 +89,14 @@ class Program:
             die_with_parent(os.getppid())  # these launchers leave their processes running if they are killed
         if run_dir is None:
             return
+        if (size := len(os.fsencode(on_end))) >= LONGEST:
+            raise UserError(f"on_end must be shorter than {LONGEST} bytes, got {size}. Put the command into a script.")
         rank_env, self._run_dir = self.rank_env, run_dir
         file = RankLog(run_dir, rank_env.rank)
         if agent:
-            Record.of_rank(agent).name_run(run_dir)
+            Record.of_rank(agent).name_run(run_dir, on_end)  # the agent sees the end of the job, and runs the command
+        elif on_end and rank_env.rank == 0:
+            before_end(partial(self._tell_end, on_end, time.monotonic()))
         setup_logging(rank=rank_env.rank, world_size=rank_env.world_size, file=file)
         if not guarded:  # a script prints to its own stdout
             copy_prints(file)
@@ -134,6 +144,7 @@ class Program:
 
         tell_torchrun(error)
         code, agent = exit_code(error), getattr(self.found, "agent", None)
+        self._cause = reason(error) if code else ""
         if agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
             tell_agent(agent, End(self.rank_env.rank, host_name(), code, reason(error)).entry())
         if isinstance(error, Stopped):
@@ -150,6 +161,11 @@ class Program:
                 if more:
                     self.log.warning(more)
         return code
+
+    def _tell_end(self, command: str, began_s: float, code: int) -> None:
+        from rankup.agent.operators import tell_end
+
+        tell_end(command, self._run_dir, code=code, cause=self._cause, began_s=began_s, limit_s=timing.ON_REQUEUE_S)
 
     def exit(self, code: int) -> NoReturn:
         """End this process without Python's own shutdown, which may wait for threads in torch that wait for a dead

@@ -12,6 +12,7 @@ In each task of the step, rankup/slurm_task.py runs the agent. No torch here.
 """
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -39,6 +40,7 @@ from rankup.urls import is_url
 FIRST_STEP_S, MAX_REQUEUES = 120.0, 100
 ASKS = 12  # how often to ask a Slurm that does not answer, every 5 s
 FIT = (FINISHED, 10)  # exit codes of the doctor
+KINDS = ("code", "failed", "on_end")  # of the notes of agents
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 # Prints which of the given paths a node lacks, and how many GPUs the step has there
 LOOK = """for path; do test -e "$path" || echo "lacks $SLURMD_NODENAME $path"; done
@@ -55,7 +57,8 @@ class Start:
         self.requeued, self.began_s = False, time.monotonic()
         self.step: subprocess.Popen[str] | None = None  # srun, while the agents run
         self.mark = Path(f".slurm-{allocation.job_id}").absolute()
-        self.run = run_folder(given)
+        self.run = self.told_run = run_folder(given)
+        self.on_end = ""  # the command of the script
         self.elastic = given.nnodes is not None and (given.nnodes[0] < given.nnodes[1] or given.spares > 0)
         self.hosts = scontrol("show", "hostnames", allocation.nodes).split()
         self._check(script)
@@ -95,7 +98,7 @@ class Start:
             script.check(os.environ, world_size=1)
 
     def __call__(self) -> int:
-        """Run this start of the job, and then the command of --on-end. Returns the exit code."""
+        """Run this start of the job, and then the command of --on-end or of the script. Returns the exit code."""
         code, cause = FAULT, ""
         try:
             code = self._run()
@@ -105,8 +108,8 @@ class Start:
             raise
         finally:
             tell_end(
-                self.given.on_end, self.run, code=code, cause=cause, began_s=self.began_s, requeued=self.requeued,
-                limit_s=ON_REQUEUE_S if self.requeued else ON_END_S,
+                self.given.on_end or self.on_end, self.told_run, code=code, cause=cause, began_s=self.began_s,
+                requeued=self.requeued, limit_s=ON_REQUEUE_S if self.requeued else ON_END_S,
             )
 
     def _run(self) -> int:
@@ -218,8 +221,11 @@ class Start:
         noted = ""
         with suppress(OSError):  # somebody has cleaned the folder
             noted = self.mark.read_text()
-        notes = [line.split() for line in noted.splitlines()]
-        codes, failed = ([text for kind, text in notes if kind == wanted] for wanted in ("code", "failed"))
+        notes = [line.partition(" ") for line in noted.splitlines()]
+        codes, failed, ends = ([text for kind, _, text in notes if kind == wanted] for wanted in KINDS)
+        if ends:
+            self.on_end, run = json.loads(ends[-1])
+            self.told_run = Path(run)
         if self.elastic and codes:
             code = int(codes[0])  # srun's own code may be that of a lost node
         code = STOPPED if self.stopping and code >= 128 else code
@@ -311,7 +317,7 @@ class Start:
             return code
         # This process survives the death of its node's slurmd, but Slurm then restarts the job on another node
         if (shown.get("Restarts"), shown.get("JobState")) != (str(job.restarts), "RUNNING"):
-            self.given.on_end = ""  # the other start tells
+            self.given.on_end = self.on_end = ""  # the other start tells
             raise UserError("slurm: Slurm has ended this job or restarted it elsewhere: this process ends.")
         # Slurm will send SIGTERM to every process of this start, and SIGKILL after KillWait
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

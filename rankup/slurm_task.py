@@ -54,8 +54,8 @@ def note_cause(text: str) -> None:
 
 
 def note(kind: str, text: str) -> bool:
-    """Tell the batch script the exit code of an agent, or the node that made the agents give up. Returns whether a
-    batch script waits for it."""
+    """Tell the batch script the exit code of an agent, the node that made the agents give up, or the command and the
+    run of `rankup.init(on_end=)`. Returns whether a batch script waits for it."""
     mark = Path(f".slurm-{os.environ.get('SLURM_JOB_ID')}")
     if waits := mark.exists():
         with suppress(OSError), mark.open("a") as file:  # a full disk must not change the code

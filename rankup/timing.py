@@ -30,7 +30,8 @@ PREPARE_S = 300.0  # for preparing after all members have come: importing torch 
 
 # What operators ask ---------------------------------------------------------------------------------------------------
 ON_END_S = 60.0  # for the command at the end of a job
-ON_REQUEUE_S = 20.0  # the same where Slurm kills a requeued job 30 s after the requeue (KillWait)
+ON_REQUEUE_S = 20.0  # the same where Slurm or torchrun kills all processes after 30 s
+LAST_ACT_S = 25.0  # for that command and the files that it is told of, in a rank without an agent
 CHECK_S = 120.0  # for the check whether a node is fit
 CHECK_AGAIN_S = 5.0  # between two checks of a node that is not fit
 FEED_S = 30.0  # between two reports to the controller of a TrainJob

@@ -25,11 +25,12 @@ import threading
 import time
 import types
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
 from rankup.errors import FAULT, FINISHED, UserError, reason
-from rankup.timing import LAST_MESSAGE_S
+from rankup.timing import LAST_ACT_S, LAST_MESSAGE_S
 
 ROOT = Path("/")
 T = TypeVar("T")
@@ -148,9 +149,24 @@ def allow_open_files(least: int, *, what: str) -> None:
 
 # The end of this process ----------------------------------------------------------------------------------------------
 
+_LAST_ACTS = list[Callable[[int], object]]()
+
+
+def before_end(act: Callable[[int], object]) -> None:
+    """Call `act` with the exit code before `finish` or `leave` ends this process. A forked child does not call it."""
+    this = os.getpid()
+    _LAST_ACTS[:] = [lambda code: act(code) if os.getpid() == this else None]
+
+
+def act_before_end(code: int) -> None:
+    """Do now what `before_end` was told, once and for LAST_ACT_S at most."""
+    while _LAST_ACTS:
+        within(LAST_ACT_S, partial(_LAST_ACTS.pop(), code))
+
 
 def finish(code: int) -> NoReturn:
     """Write everything that was printed, however slow the reader is (`less`), then end this process with `code`."""
+    act_before_end(code)
     _flush()
     os._exit(code)
 
@@ -166,6 +182,7 @@ def leave(code: int, before_exit: Callable[[], int | None] = lambda: None, *, ti
     try:
         if timeout_s > 0 and (said := within(timeout_s, speak)) is not None:
             code = said
+        act_before_end(code)
     finally:
         os._exit(code)  # even if no thread can be started any more
 

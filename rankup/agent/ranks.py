@@ -110,6 +110,7 @@ class Ranks:
             on_warning=log.warning, on_gone=self._forget_server,
         )
         self.interface: dict[str, str] = {}  # variables that name the network interface
+        self.on_end = ""  # the command of the script for the end of the job
         self.all_ended = asyncio.Event()
         self.all_ended.set()
         self._commit: dict[str, Any] = {}
@@ -263,6 +264,7 @@ class Ranks:
         if not rank.running:
             return
         rank.running, record, reader = False, rank.record.read(), rank.reader
+        self.on_end = record.on_end or self.on_end  # a rank that fails at its start names none
         cause, suspect = (rank.said.why, rank.said.suspect) if rank.said is not None else ("", None)
         if code == FINISHED and self.imports_rankup and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0 before it had finished: this counts as code 1", rank.number)

@@ -18,7 +18,7 @@ from typing import Any
 from rankup.errors import UserError
 
 NAME = "rankup-records"
-LONGEST_PATH = 1024  # bytes, with a zero byte at the end
+LONGEST = 1024  # bytes of a path or a command, with a zero byte at the end
 NO_STOP = 2**63 - 1  # a step that no rank reaches
 NO_LIMIT = float("inf")
 
@@ -70,7 +70,8 @@ class Record(ctypes.Structure):
     `alone`: at its end the rank had met no other one, see `rankup.agent.alone`. `batches`, `passes`: how many batches
     of `job.batches` the rank has got, and how many passes over a loader it has ended, in this attempt. `written`: how
     many bytes of its state the rank has copied or written to disk: it grows while a rescue makes progress. `run_dir`:
-    the folder of its run, or None until the rank has opened its log.
+    the folder of its run, or None until the rank has opened its log. `on_end`: the command of the script for the end of
+    the job.
 
     Behind these fields stands `commit`, the leader's message about the membership. It names each host of the job, so
     for 2,000 nodes an environment variable, of 128 KiB at most, could not hold it.
@@ -82,7 +83,7 @@ class Record(ctypes.Structure):
         ("began_s", ctypes.c_double), ("_phase", _Phase), ("stop", ctypes.c_int64), ("confirmed", ctypes.c_int64),
         ("heartbeat_s", ctypes.c_double), ("finished", ctypes.c_bool), ("alone", ctypes.c_bool),
         ("batches", ctypes.c_int64), ("passes", ctypes.c_int64), ("written", ctypes.c_int64),
-        ("_named", ctypes.c_bool), ("_run_dir", ctypes.c_char * LONGEST_PATH),
+        ("_named", ctypes.c_bool), ("_run_dir", ctypes.c_char * LONGEST), ("_on_end", ctypes.c_char * LONGEST),
         ("_location", ctypes.c_char * 256), ("_begun", ctypes.c_char * 512),
     )
 
@@ -172,6 +173,10 @@ class Record(ctypes.Structure):
     def run_dir(self) -> Path | None:
         return Path(os.fsdecode(self._run_dir)) if self._named else None
 
+    @property
+    def on_end(self) -> str:
+        return os.fsdecode(self._on_end)
+
     def heartbeat(self) -> dict[str, Any]:
         """Return where the rank is. `for_s`: seconds in this phase or step. `ago_s`: seconds since its heartbeat.
         `begun`: by process group, how many collectives the rank has begun."""
@@ -224,10 +229,11 @@ class Record(ctypes.Structure):
         self.entered = (phase, timeout_s)
         self._phase = _Phase(entered_s, timeout_s, phase.encode(errors="replace")[:64])
 
-    def name_run(self, run_dir: Path) -> None:
-        """Write in which run's folder this rank's log is. A path that is too long is left out."""
-        path = os.fsencode(run_dir.absolute())
-        if len(path) < LONGEST_PATH:
+    def name_run(self, run_dir: Path, on_end: str = "") -> None:
+        """Write in which run's folder this rank's log is, and the command for the end of the job. A path that is too
+        long is left out."""
+        path, self._on_end = os.fsencode(run_dir.absolute()), os.fsencode(on_end)
+        if len(path) < LONGEST:
             self._run_dir = path
             self._named = True  # only now, because the agent may read at any time
 

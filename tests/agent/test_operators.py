@@ -54,13 +54,84 @@ def test_end_of_a_stopped_job_is_told_and_a_failing_command_changes_no_code(tmp_
     assert [line["code"] for line in told(tmp_path)] == [143]
 
 
+OWN = (
+    "import rankup, os, signal, sys\njob = rankup.init('runs/mine', tensorboard=False, on_end='cat >> told')\n"
+    "for step in job.steps({}):\n    with job.step():\n        {}\njob.finish()\n"
+)
+STOPS = "os.kill(os.getpid(), signal.SIGTERM) if step == 1 else signal.sigtimedwait([], 0.05)"
+FAILS = "1 / (job.rank or step != 2)"
+LAUNCH = ("-m", "rankup", "launch", "--nproc=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ENDS = {
+    "pass": (0, 7, ""), STOPS: (143, None, ""), FAILS: (1, 2, "ZeroDivisionError: division by zero"),
+}
+
+
+def own(folder: Path, act: str = "pass") -> Path:
+    """Write a script that names a command in `rankup.init`, and does `act` in each step, of which most have seven."""
+    (folder / "own.py").write_text(OWN.format(10**6 if act == STOPS else 7, act))
+    return folder / "own.py"
+
+
 def test_end_names_the_step_and_the_run_of_rankup_init(forks: Forks, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "import rankup\njob = rankup.init('runs/mine', tensorboard=False)\nfor step in job.steps(7):\n"
-        "    with job.step():\n        pass\njob.finish()\n"
-    )
-    forks.ends("launch", "--nproc=2", *on_end(tmp_path), tmp_path / "own.py", cwds=[tmp_path])
-    assert [(line["run"], line["code"], line["step"]) for line in told(tmp_path)] == [("mine", 0, 7)]
+    """The command of `launch` outranks that of the script."""
+    line = ("launch", "--nproc=2", "--on-end", "cat > first", own(tmp_path))
+    forks.ends(*line, cwds=[tmp_path])
+    line = json.loads((tmp_path / "first").read_text())
+    assert (line["run"], line["code"], line["step"]) == ("mine", 0, 7)
+    assert told(tmp_path) == []
+
+
+@pytest.mark.parametrize(("starter", "act"), [
+    ((), "pass"), ((), STOPS), ((), FAILS), (LAUNCH, FAILS), (TORCHRUN, STOPS),
+], ids=["alone", "alone, stopped", "alone, failed", "launch, failed", "torchrun, stopped"])
+def test_command_of_the_script_is_told_the_end_under_each_launcher(
+    starter: tuple[str, ...], act: str, tmp_path: Path
+) -> None:
+    code, step, cause = ENDS[act]
+    with ended(start(sys.executable, *starter, own(tmp_path, act), cwd=tmp_path)) as job:
+        assert job.wait() == [1 if code and starter == TORCHRUN else code], job.output
+    line, = told(tmp_path)
+    assert (line["run"], line["code"], step or line["step"]) == ("mine", code, line["step"]), job.output
+    assert cause in line["cause"]
+
+
+def test_command_of_the_script_is_told_of_a_step_that_hangs(tmp_path: Path) -> None:
+    """The watchdog ends this process, and not the script."""
+    script = own(tmp_path, "signal.pause()")
+    script.write_text(script.read_text().replace("on_end=", "step_timeout_s=1, on_end="))
+    with ended(start(sys.executable, script, cwd=tmp_path)) as job:
+        assert job.wait() == [171], job.output
+    line, = told(tmp_path)
+    assert (line["code"], "1 s" in line["cause"]) == (171, True), line
+
+
+def test_command_that_the_settings_name_is_told_the_end(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"on_end: cat >> {tmp_path}/told\nrun_dir: {tmp_path}\nname: mine\n")
+    forks.ends("train", "--config", tmp_path / "mine.yaml", "--dataset=fake", "--max-steps=2", world_size=2)
+    forks.ends("train", "--config", tmp_path / "mine.yaml", "--dataset=fake", "--max-steps=2", "--lr=9", code=2)
+    assert [(line["run"], line["code"], line["step"]) for line in told(tmp_path)] == [("mine", 0, 2), ("mine", 2, 2)]
+    assert "lr" in told(tmp_path)[1]["cause"]
+
+
+@pytest.mark.parametrize(("given", "got"), [("print", "built-in"), ("'x' * 2000", "2000")])
+def test_command_that_cannot_be_run_is_refused(given: str, got: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"import rankup\nrankup.init(on_end={given})\n")
+    with ended(start(sys.executable, tmp_path / "own.py", cwd=tmp_path)) as job:
+        assert job.wait() == [2], job.output
+        assert "on_end must be" in job.output
+        assert got in job.output
+
+
+def test_end_in_a_slurm_job_is_told_by_the_batch_script(tmp_path: Path) -> None:
+    """The agents of a step may be restarted. So they only note the command of the script."""
+    (tmp_path / ".slurm-7").touch()
+    line = (sys.executable, "-m", "rankup", "launch", "--here", "--nproc=1", own(tmp_path))
+    with ended(start(*line, env={"SLURM_JOB_ID": "7"}, cwd=tmp_path)) as job:
+        assert job.wait() == [0], job.output
+    assert told(tmp_path) == []
+    kind, _, noted = (tmp_path / ".slurm-7").read_text().partition(" ")
+    assert (kind, json.loads(noted)) == ("on_end", ["cat >> told", str(tmp_path / "runs/mine")])
 
 
 def test_command_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Train(RankCommand):
     def run(self, config: Config, program: Program) -> None:
         check_run(config, program.rank_env.world_size)
         run_dir = run_dir_of(config, program)
-        program.start(run_dir, stacks=True)
+        program.start(run_dir, stacks=True, on_end=config.on_end)
         _imported("..loop", "train")(config, program, run_dir=run_dir, fresh=self.fresh)
 
 

@@ -1,5 +1,6 @@
 """`rankup launch` in an allocation of a scripted Slurm: what it runs, and what follows from ends and signals."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,15 @@ def test_slurm_job_ends_with_its_agents_code_and_requeues_codes_to_retry(
     told, = job.lines("told")
     assert (told["run"], told["code"], told["requeued"]) == ("slurm-7", code, bool(requeues))
     assert "--on-end" not in job.steps()[0]  # the agents may be restarted
+
+
+def test_slurm_job_tells_its_end_to_the_command_of_the_script(tmp_path: Path) -> None:
+    noted = "failed big8\non_end " + json.dumps(["cat >> told", str(tmp_path / "elsewhere/mine")]) + "\n"
+    job = Scripted(tmp_path, 171, answers={"writes": {".slurm-7": noted}})
+    job.at(40)
+    assert job.launch()[0] == 171
+    told, = job.lines("told")
+    assert (told["run"], told["code"], told["requeued"]) == ("mine", 171, True)
 
 
 @pytest.mark.parametrize(
