@@ -59,6 +59,8 @@ ENTRANTS = (
     Entrant("Accelerate", "from memory; gradients as views of the buckets", "accelerate_loop", package="accelerate"),
     Entrant("Lightning", "from memory; barebones=True, gradients as views of the buckets", "lightning_trainer",
             package="lightning"),
+    Entrant("torchft", "each process is a replica group; the loop tuned by hand, with torchft's DDP and vote",
+            "torchft_loop", package="torchft"),
     Entrant(BY_HAND, "no loader; channels_last, fused SGD, gradients as views of the buckets; malloc set up",
             "hand_tuned"),
     Entrant(WITH_LINES, "the same loop with job.batches and job.step in it", "hand_tuned", "rankup"),
