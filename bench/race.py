@@ -209,7 +209,7 @@ def main() -> None:
     options, entrants = parse(), []
     for entrant in ENTRANTS:
         if entrant.name in options.only and entrant.package and find_spec(entrant.package) is None:
-            print(f"{entrant.name} does not race: pip install -e '.[test]', or make race", file=sys.stderr)
+            print(f"{entrant.name} does not race: pip install {entrant.package}", file=sys.stderr)
         elif entrant.name in options.only:
             entrants.append(entrant)
     with tempfile.TemporaryDirectory() as scratch:
