@@ -340,7 +340,7 @@ def explain_sigkill(before: int) -> str:
     if kills := oom_kills() - before:
         where, more = "in this container or job meanwhile", "lower --num-workers or --batch-size"
         return f"out-of-memory kills {where}: {kills}. Give it more memory, or {more}"
-    return "unless somebody sent it, the memory of the machine, container or job was not enough"
+    return "somebody sent it, or memory ran out. Give the machine, container or job more, or lower the batch size"
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

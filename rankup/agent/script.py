@@ -60,7 +60,8 @@ class Script:
             if os.path.isdir(self.file):
                 way_out = "Name a file in it, or start a package with -m PACKAGE."
                 raise UserError(f"SCRIPT must be a file, got the folder {self.file}. {way_out}")
-            raise UserError(f"SCRIPT must be an existing file, got {self.file}.")
+            way_out = f"Give its path from {os.getcwd()}, or start a module with -m."
+            raise UserError(f"SCRIPT must be an existing file, got {self.file}. {way_out}")
         for package in OWN_LAUNCHERS if world_size > 1 else ():
             # Only top-level statements: an import under a condition may never run
             if any(package in _packages(tree.body) for tree in self._trees(package)):

@@ -85,7 +85,10 @@ def read_node_env(
         if (nnodes or 1) == 1:
             told = {}  # a single node needs no address, and the address without RANK would be refused
         elif not master_addr and "MASTER_ADDR" not in variables:
-            raise UserError("--master-addr must name node 0's machine when there are several nodes, got nothing.")
+            raise UserError(
+                "--master-addr must name node 0's machine when there are several nodes, got nothing. Type the same "
+                "line on each node, with its own number: --node-rank 0 --master-addr HOST"
+            )
         else:
             # In a JobSet, which has several Jobs, the index counts only the pods of one Job: --node-rank overrides it
             rank = index if node_rank is None else node_rank

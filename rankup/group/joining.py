@@ -66,7 +66,7 @@ def pick_device(wanted: str | None, local_rank: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if found is None or kind != found.type:
-        raise UserError(f'device must be one this machine has, got "{wanted}". Use --device auto or cpu.')
+        raise UserError(f'device must be one this machine has, got "{wanted}". Use auto or cpu.')
     count = torch.accelerator.device_count()
     number = int(index) if index else local_rank
     if number >= count:

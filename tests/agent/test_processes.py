@@ -174,7 +174,7 @@ def test_memory_kills_are_counted_in_the_own_group(tmp_path: Path, contents: dic
 
 
 @pytest.mark.parametrize(("now", "text"), [
-    (3, "unless somebody sent it, the memory of the machine, container or job was not enough"),
+    (3, "somebody sent it, or memory ran out. Give the machine, container or job more"),
     (4, "out-of-memory kills in this container or job meanwhile: 1. Give it more memory"),
 ])
 def test_sigkill_is_explained_by_memory_kills_since_then(now: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

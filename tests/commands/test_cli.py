@@ -88,7 +88,7 @@ MISTAKES = {
     "launch --nproc 0 x.py": "--nproc must be a whole number >= 1, got 0.",
     "launch --nproc auto x.py": "--nproc must be a number or gpu, got auto. Give gpu for one rank for each visible GPU",
     "launch --nnodes 2 --master-addr a --master-port 70000 x.py": "--master-port must be a whole number from 1 to 6553",
-    "launch nofile.py": "SCRIPT must be an existing file, got nofile.py.",
+    "launch nofile.py": "SCRIPT must be an existing file, got nofile.py. Give its path from /",
     "launch .": "SCRIPT must be a file, got the folder .. Name a file in it, or start a package with -m PACKAGE.",
     "launch -m": "SCRIPT must be given. See rankup launch --help.",
     "launch --restart-args ' x.py": "--restart-args must be words as in a shell, with closed quotes, got '.",
