@@ -64,7 +64,7 @@ class Config(MethodSettings, DataSettings, WorkloadSettings):
     evaluate_every_epochs: Count = free(1, "Evaluate every N epochs and at the end.")
     log_every_steps: Count = free(50, "Write metrics every N steps; before step N, every 10.")
     tensorboard: bool = free(True, "Write TensorBoard files.")
-    on_end: str = free("", "Run this shell command when the job ends, with a line of JSON on its input.")
+    on_end: str = free("", "Run this when the job ends, with a line of JSON on its input.", rule="a shell command")
     tracker: Literal["none", "mlflow", "wandb"] = free(
         "none", "Also send metrics, settings and result to a tracker, one run for all attempts.")
 
