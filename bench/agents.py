@@ -7,8 +7,8 @@ signal.
     python bench/agents.py 16 64 256
 
 For each number of agents this prints the seconds from the first start until every agent has started its ranks, then
-from the kill of the leading agent until all others have started them again, and the memory of an agent. All traffic
-stays on loopback.
+from the kill of the leading agent until all others have started them again, and the memory of an agent. The CPU seconds
+of all agents say more where other processes run. All traffic stays on loopback.
 """
 
 import argparse
@@ -87,9 +87,13 @@ def wait_for(count: int, starts: int) -> float:
     return last_s
 
 
-def measure(size: int, folder: Path) -> tuple[float, float, float]:
-    """Return the seconds until all have met, those until all have met again without the leader, and the MB of an
-    agent's own memory."""
+def cpu_s(agents: list[int]) -> float:
+    return sum(sum(psutil.Process(agent).cpu_times()[:2]) for agent in agents)
+
+
+def measure(size: int, folder: Path) -> tuple[float, float, float, float, float]:
+    """Return the seconds until all have met and their CPU seconds, both until all have met again without the leader,
+    and the MB of an agent's own memory."""
     (folder / "train.py").write_text("import rankup\n")
     script = Script.find([str(folder / "train.py")])
     same, port = script.must_match(), free_port()
@@ -99,12 +103,13 @@ def measure(size: int, folder: Path) -> tuple[float, float, float]:
     began_s = time.monotonic()
     agents = [fork_agent(node, size, port, script, folder, report) for node in range(size)]
     try:
-        met_s = wait_for(size - 1, starts) - began_s
+        met_s, met_cpu_s = wait_for(size - 1, starts) - began_s, cpu_s(agents)
         memory = psutil.Process(agents[-1]).memory_full_info().uss / 1e6
         time.sleep(5)  # until all know the membership
-        lost_s = time.monotonic()
+        lost_s, before_s = time.monotonic(), cpu_s(agents[1:])
         os.kill(agents[0], signal.SIGKILL)
-        return met_s, wait_for(size - 1, starts) - lost_s, memory
+        again_s = wait_for(size - 1, starts) - lost_s
+        return met_s, met_cpu_s, again_s, cpu_s(agents[1:]) - before_s, memory
     finally:
         for agent in agents:
             os.kill(agent, signal.SIGKILL)
@@ -119,11 +124,13 @@ def main() -> int:
     allow_open_files(4 * max(sizes) + 128, what=f"{max(sizes)} agents")
     vars_of: Any = ranks
     vars_of.ForkServer = NoServer
-    print("| agents | all have met | all have met again without the leader | memory of an agent |\n|---|---|---|---|")
+    print("| agents | all have met | CPU | met again without the leader | CPU | memory of an agent |")
+    print("|---|---|---|---|---|---|")
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            met_s, again_s, memory = measure(size, Path(folder))
-        print(f"| {size} | {met_s:.2f} s | {again_s:.2f} s | {memory:.0f} MB |", flush=True)
+            met_s, met_cpu_s, again_s, again_cpu_s, memory = measure(size, Path(folder))
+        row = f"{met_s:.2f} s | {met_cpu_s:.1f} s | {again_s:.2f} s | {again_cpu_s:.1f} s | {memory:.0f} MB"
+        print(f"| {size} | {row} |", flush=True)
     return 0
 
 

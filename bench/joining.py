@@ -6,8 +6,8 @@ left out: this process has their sockets and records.
     python bench/joining.py 2 64 256 1024
 
 For each size this prints the seconds from the moment when all agents have started until the last rank hears that all
-have met, including the test of its route to the next rank, and the memory of an agent. Each size may take 300 s at
-most. All traffic stays on loopback.
+have met, including the test of its route to the next rank; the CPU seconds of all agents, which say more where other
+processes run; and the memory of an agent. Each size may take 300 s at most. All traffic stays on loopback.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -54,8 +55,16 @@ def begin(rank: int, world_size: int, port: int) -> bytes:
                   silent_s=30.0, member=member)
 
 
-def measure(world_size: int) -> tuple[float, float, str]:
-    """Return the seconds until the last rank has joined, the MB of an agent's own memory, and an error or ""."""
+def cpu_s() -> float:
+    """Return the CPU seconds of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(world_size: int) -> tuple[float, float, float, str]:
+    """Return the seconds until the last rank has joined, the CPU seconds of all agents, the MB of an agent's own
+    memory, and an error or ""."""
+    before_s = cpu_s()
     port, problem = free_port(), ""
     agents, waiting = list[int](), selectors.DefaultSelector()
     lines = [socket.socketpair() for _ in range(world_size)]
@@ -84,7 +93,7 @@ def measure(world_size: int) -> tuple[float, float, str]:
     waiting.close()
     for ours, _ in lines:
         ours.close()
-    return met_s, memory, problem
+    return met_s, cpu_s() - before_s, memory, problem
 
 
 def main() -> int:
@@ -92,13 +101,13 @@ def main() -> int:
     parser.add_argument("sizes", nargs="*", type=int)
     sizes = parser.parse_args().sizes or [2, 16, 64, 256, 1024]
     allow_open_files(4 * max(sizes) + 128, what=f"{max(sizes)} ranks")
-    print("| ranks | all have met | memory of an agent |\n|---|---|---|")
+    print("| ranks | all have met | CPU seconds | memory of an agent |\n|---|---|---|---|")
     for size in sizes:
-        met_s, memory, problem = measure(size)
+        met_s, used_s, memory, problem = measure(size)
         if problem:
             print(f"{size} ranks failed: {problem}")
             return 1
-        print(f"| {size} | {met_s:.2f} s | {memory:.0f} MB |", flush=True)
+        print(f"| {size} | {met_s:.2f} s | {used_s:.1f} | {memory:.0f} MB |", flush=True)
     return 0
 
 

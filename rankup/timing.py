@@ -14,7 +14,7 @@ NOTICE_S = 10.0  # between two log lines that say what an agent waits for
 # Meeting --------------------------------------------------------------------------------------------------------------
 CONNECT_S = 2.0  # for the resolver, and for each address that it returns; TCP repeats a lost packet after a second
 HELLO_S = 5.0  # for the first message after a connection; port scanners send none
-EARLY_S, EARLY_PAUSE_S = 3.0, 0.01  # in the first 3 s, while all members start, they retry to connect every 0.01 s
+EARLY_PAUSE_S = 0.01  # the same at first, while all members start; then longer and longer, up to PAUSE_S
 ROUTE_S = 4.0  # for testing the route to the next member: TCP repeats a packet that a firewall drops after 1 s and 3 s
 PORT_S = 5.0  # how long an ending process of an earlier job may still hold the port
 GATHER_S = 1.0  # newcomers that reach a running job within this time are admitted together

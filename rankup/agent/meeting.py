@@ -55,7 +55,7 @@ from rankup.agent.protocol import KILLED, Member
 from rankup.agent.votes import Address, Basis, Node
 
 ASKED = 4  # how many members are asked at once who leads
-CROWD = 8  # members of a job with more ranks than this retry less often, because one machine accepts all connections
+CROWD = 8  # members of a job with more of them retry less often and wait longer: one of them answers all others
 WAY_OUT = "On all ranks, MASTER_ADDR and MASTER_PORT, or the file, must be those of rank 0."
 
 
@@ -143,10 +143,14 @@ class Meeting:
         out, self._out = self._out, []
         return out
 
+    @property
+    def _crowd(self) -> float:
+        return min(10.0, max(1.0, self.me.world_size / self.me.num_ranks / CROWD))
+
     def _on_connected(self, event: Connected) -> None:
         if (dialed := self._dials.get(event.link)) is not None:
             dialed.ip, dialed.own_ip, dialed.address = event.address[0], event.own_ip, dialed.address or event.address
-            greet_s = timing.HELLO_S if dialed.why == "join" else timing.PROBE_S
+            greet_s = timing.HELLO_S if dialed.why == "join" else timing.PROBE_S * self._crowd
             dialed.until_s = self.now_s + min(greet_s, max(1.0, self._until_s - self.now_s))
 
     def _on_failed(self, event: Failed) -> None:
@@ -446,9 +450,8 @@ class Meeting:
         if now_s - self._noticed_s >= timing.NOTICE_S:
             self._noticed_s = now_s
             self._out.append(Log(f"still waiting: {self.problem}"))
-        crowd = min(10.0, max(1.0, self.me.world_size / CROWD))
-        early = now_s - self._begun_s < timing.EARLY_S
-        self._retry_s = now_s + crowd * (timing.EARLY_PAUSE_S if early else timing.PAUSE_S)
+        pause_s = min(timing.PAUSE_S, max(timing.EARLY_PAUSE_S, (now_s - self._begun_s) / 20))
+        self._retry_s = now_s + self._crowd * pause_s
         if self._elsewhere is not None:
             self._retry_s = now_s
 

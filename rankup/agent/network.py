@@ -36,7 +36,6 @@ from rankup.timing import CONNECT_S, HELLO_S, PAUSE_S, PORT_S
 
 T = TypeVar("T")
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-LATE_S = 0.5  # a timer that fires this much later shows that this process got no CPU
 LONGEST = 1 << 20  # bytes of one message; the longest are a commit, which names each host, and a hello, which names
 # each file that the script imports from its folder
 SECRET_FILE = "RANKUP_SECRET_FILE"
@@ -48,16 +47,20 @@ MOST_HALF_OPEN = 256  # connections that have not proved the secret yet; a proce
 
 async def _open(ip: str, port: int, *, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect. Raises an OSError. On a busy machine the event loop may run again only after the timeout. It then looks
-    at its clock before it looks at the connection, which may stand long since: try again."""
-    for _ in range(5):
-        began_s = time.monotonic()
+    at its clock before it looks at the connection, which may stand long since: ask the kernel."""
+    sock = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, proto=socket.IPPROTO_TCP)
+    try:
+        sock.setblocking(False)
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.open_connection(ip, port, limit=LONGEST)
+                await asyncio.get_running_loop().sock_connect(sock, (ip, port))
         except TimeoutError:
-            if time.monotonic() - began_s < timeout_s + LATE_S:
-                break
-    raise TimeoutError
+            if sock.connect_ex((ip, port)) not in (0, errno.EISCONN):
+                raise
+        return await asyncio.open_connection(sock=sock, limit=LONGEST)
+    except BaseException:
+        sock.close()
+        raise
 
 
 class Link:

@@ -114,11 +114,16 @@ class Peers:
                     self._do(output)
         finally:
             self._busy = False
+        wake_s = self.meeting.wake_s
+        if self._closed or (self._timer is not None and self._timer.when() == wake_s):
+            return  # most messages change no deadline
         if self._timer is not None:
             self._timer.cancel()
-        if self._closed:
-            return
-        self._timer = self._loop.call_at(self.meeting.wake_s, self.take, Tick())
+        self._timer = self._loop.call_at(wake_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.take(Tick())
 
     def _do(self, output: Output) -> None:
         match output:

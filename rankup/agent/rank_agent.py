@@ -86,7 +86,7 @@ class RankAgent:
     async def run(self) -> None:
         """Return when the rank has ended and the others know it."""
         listens = asyncio.create_task(self._listen_to_rank())
-        takes_part, _ = asyncio.create_task(self._take_part()), asyncio.create_task(self._stop_with_rank())
+        takes_part = asyncio.create_task(self._take_part())
         takes_part.add_done_callback(self._report_failure)
         await listens
         leading = self._peers.meeting.leading
@@ -140,13 +140,6 @@ class RankAgent:
         if os.getppid() == self._pid:
             await ended.wait()
 
-    async def _stop_with_rank(self) -> None:
-        """While the rank is stopped (SIGSTOP), stop this process too, so that the others notice the silence."""
-        while True:
-            await asyncio.sleep(timing.TICK_S)
-            while state_of(self._pid) == "T":
-                time.sleep(timing.PAUSE_S)  # not asyncio's: nothing else may run
-
     # The meeting --------------------------------------------------------------------------------------------------
 
     def hear(self, message: dict[str, Any]) -> None:
@@ -173,6 +166,9 @@ class RankAgent:
             self._peers.close()
 
     def heartbeat(self) -> tuple[list[dict[str, Any]], bool]:
+        """While the rank is stopped (SIGSTOP), stop this process too, so that the others notice the silence."""
+        while state_of(self._pid) == "T":
+            time.sleep(timing.PAUSE_S)  # not asyncio's: nothing else may run
         return [self._record.read().heartbeat()], True
 
     async def prepare(self, n: int, size: int, job: str, restarts: int) -> Mapping[str, Any]:
