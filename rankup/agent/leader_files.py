@@ -34,9 +34,10 @@ async def id_of(shared_dir: str) -> str:
         place.must_refuse("shared.json", option="--shared-dir")
         until_s = time.monotonic() + timing.VISIBLE_S
         while not (found := str(place.read_json("shared.json").get("id", ""))):
-            if time.monotonic() > until_s:  # its writer was killed, or its disk was full
-                where = f"{shared_dir}/shared.json"
-                raise UserError(f"--shared-dir: {where} must hold an id, got a file without one. Remove it.")
+            if time.monotonic() > until_s:
+                got = "an empty file: its disk was full, or its writer was killed. Remove it."
+                got = "one of another program. Name another folder." if place.read("shared.json") else got
+                raise UserError(f"--shared-dir: {shared_dir}/shared.json must hold rankup's id, got {got}")
             time.sleep(timing.PAUSE_S)  # another node is writing the file
         return found
 

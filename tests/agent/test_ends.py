@@ -102,16 +102,17 @@ def lose_node(ends: Ends, *, after_s: float, next_size: int = 4, cause: int | No
     return verdict
 
 
-@pytest.mark.parametrize(("after_s", "sizes", "codes"), [
-    (HEALTHY_S, [6] * 6, [None] * 6),  # a node a day, for a month
-    (HEALTHY_S / 2, [6] * 4, [None, None, None, 137]),  # whatever comes back fails again and again
-    (1.0, [5, 4, 3, 2, 1], [None] * 5),  # spot nodes are taken away one by one
-    (1.0, [5, 6, 5, 6], [None, None, None, 137]),  # they come back, and are lost again
+@pytest.mark.parametrize(("after_s", "elastic", "sizes", "codes"), [
+    (HEALTHY_S, False, [6] * 6, [None] * 6),  # a node a day, for a month
+    (HEALTHY_S / 2, False, [6] * 4, [None, None, None, 137]),  # whatever comes back fails again and again
+    (1.0, False, [5, 4, 3, 2, 1], [None] * 5),  # spot nodes are taken away one by one
+    (1.0, False, [5, 6, 5, 6], [None, None, None, 137]),  # they come back, and are lost again
+    (1.0, True, [6] * 6, [None] * 6),  # a spare takes the place of each
 ])
 def test_lost_node_of_a_healthy_unchanged_script_does_not_use_up_the_restarts(
-    after_s: float, sizes: list[int], codes: list[int | None]
+    after_s: float, elastic: bool, sizes: list[int], codes: list[int | None]
 ) -> None:
-    ends = Ends(6, 3)
+    ends = Ends(6, 3, elastic=elastic)
     found = [lose_node(ends, after_s=after_s, next_size=size) for size in sizes]
     assert [verdict.code for verdict in found] == codes
     if after_s >= HEALTHY_S:

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from rankup import timing
+from rankup.agent import ranks as ranks_module
 from rankup.agent.agent import Agent
 from rankup.agent.ends import End, ScriptStatus
-from rankup.agent.leader_files import LeaderFiles
+from rankup.agent.leader_files import LeaderFiles, id_of
 from rankup.agent.network import encode
 from rankup.agent.ranks import Options, Rank, Ranks
 from rankup.agent.record import Record
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
+from rankup.errors import UserError
 
 
 def options(tmp_path: Path, text: str) -> Options:
@@ -206,3 +208,45 @@ def test_ended_job_waits_for_ranks_that_still_write_their_state(tmp_path: Path) 
         assert (await agent._over).code == 143
 
     asyncio.run(scene())
+
+
+def test_end_of_a_rank_never_blocks_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that the rank left behind may hold its output open, and the disk of the run may hang."""
+    is_read, is_written, waited = threading.Event(), threading.Event(), list[bool]()
+    monkeypatch.setattr(ranks_module, "write_end", lambda *words: waited.append(is_written.wait(10)))
+    loops = list[asyncio.AbstractEventLoop]()
+
+    def join(timeout_s: float) -> None:
+        loops[0].call_soon_threadsafe(is_read.set)
+        waited.append(is_read.wait(10))
+
+    thread, keep_in = SimpleNamespace(join=join), lambda folder: is_written.wait(10)
+    reader: Any = SimpleNamespace(thread=thread, tail="", last_error="", keep_in=keep_in)
+
+    async def scene() -> None:
+        loops.append(asyncio.get_running_loop())
+        ranks = made(tmp_path, lambda kind, **values: True, text="pass\n")
+        ranks._commit = {"n": 1, "job": "job", "restarts": 0}
+        ranks.ranks = [Rank(0, 0, Record.new(0), reader=reader)]
+        await ranks._on_rank_end(ranks.ranks[0], 1)
+        assert not ranks.running
+        is_written.set()
+        await asyncio.gather(*map(asyncio.wrap_future, ranks._writing))
+
+    asyncio.run(scene())
+    assert waited == [True, True]
+
+
+def test_id_of_a_shared_folder_is_not_another_programs_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes get the same id, however late the node that makes it writes it."""
+    monkeypatch.setattr(timing, "VISIBLE_S", 0.0)
+    file, said = tmp_path / "shared.json", list[str]()
+    assert asyncio.run(id_of(str(tmp_path))) == asyncio.run(id_of(str(tmp_path))) != ""
+    for content in ("", '{"name": "shared"}'):
+        file.write_text(content)
+        with pytest.raises(UserError) as raised:
+            asyncio.run(id_of(str(tmp_path)))
+        said.append(str(raised.value).partition(" must hold rankup's id, got ")[2])
+        assert file.read_text() == content
+    assert said == ["an empty file: its disk was full, or its writer was killed. Remove it.",
+                    "one of another program. Name another folder."]
