@@ -35,6 +35,7 @@ from rankup.places.lease import KEPT
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.copies import Check, list_copies, no_check
+from rankup.state.place import Candidate
 from rankup.state.reading import Copy, load, newest_whole, read
 from rankup.state.run import open_run
 from rankup.state.second_place import fetched, kept_step
@@ -243,7 +244,7 @@ def open_checkpoint(
         return found
 
     def read_it(path: Path) -> Copy:
-        return load(group, lambda: path, check=own) if group is not None else read(path, own)
+        return load(group, Candidate(where=str(path)), check=own) if group is not None else read(path, own)
 
     with contextlib.ExitStack() as stack:
         paths = [*map(Path, group.on_rank0(find) if group is not None else find())]

@@ -19,7 +19,7 @@ from rankup.agent.network import in_thread, open_port
 from rankup.agent.ranks import Ranks
 from rankup.env.launchers import free_port
 from rankup.errors import JoinError, PeerLost, UserError, disk_errors
-from rankup.places.place import Place
+from rankup.places.object_store import ObjectStore
 
 log = logging.getLogger("rankup")
 
@@ -28,7 +28,7 @@ async def id_of(shared_dir: str) -> str:
     """Return an id that is the same on all nodes that share this place. Raises UserError, PeerLost and JoinError."""
 
     def read() -> str:
-        place = Place.open(shared_dir, warn=log.debug)
+        place = ObjectStore.open(shared_dir, warn=log.debug)
         place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
         # Otherwise two halves of a job could both claim the right to continue
         place.must_refuse("shared.json", option="--shared-dir")
@@ -64,7 +64,7 @@ class LeaderFiles:
         token = json.dumps({"token": leading.me.token}).encode()
 
         def create() -> bool:
-            return Place.open(self.options.shared_dir, warn=log.debug).create(f"{job}-after-{number}.json", token)
+            return ObjectStore.open(self.options.shared_dir, warn=log.debug).create(f"{job}-after-{number}.json", token)
 
         with contextlib.suppress(OSError, UserError, PeerLost):
             return await in_thread(create, timeout_s=timing.CLAIM_S)

@@ -22,8 +22,8 @@ from rankup.loop.settings import FORMAT, VERSIONS, Settings
 from rankup.loop.tracked import Tracked
 from rankup.observe.metrics import Position
 from rankup.state import copies, memory, tree
-from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of, to_json
+from rankup.state.place import PARTS
 from rankup.state.reading import Copy
 from rankup.state.run import Run
 from rankup.state.saver import copy_stream
@@ -135,7 +135,7 @@ class Saving:
         is not in the copy, unless it `may_miss`."""
         firsts = newest.record.get("options", {})
         found = [Options(each, self.tracked.items[each], firsts[each]) for each in names if each in firsts]
-        if newest.sharded and (self.run.kind == PARTS or (self.tracked.split and self.run.saver.sharded)):
+        if newest.files.sharded and (self.run.kind == PARTS or (self.tracked.split and self.run.saver.sharded)):
             state = self._read_shards(newest)
         else:
             state = newest.files.read_all(*names, KINDS, FROZEN)
@@ -371,13 +371,12 @@ class Saving:
         if position is None:
             return f"{signal}: in the middle of changing the weights, so nothing newer was saved"
         position = copy(position)
-        newest = list_copies(saver.folder)  # look again: the loop may not have noticed the end of a save yet
+        newest = list_copies(saver.folder.path)  # look again: the loop may not have noticed the end of a save yet
         if position.step > (step_of(newest[-1]) if newest else 0):
             try:
                 self.reporting.metrics.flush()
                 with self.commit_lock.own_stream():
-                    copies.save(saver.folder, self._files(position), step=position.step, keep=saver.keep,
-                                check_owner=saver.check_owner)
+                    saver.folder.write(position.step, self._files(position))
             except UserError as error:
                 self.group.log.warning(
                     f"no checkpoint of step {position.step}, trying this node's memory: {reason(error)}"

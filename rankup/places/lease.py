@@ -33,7 +33,7 @@ from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError, disk_errors
 from rankup.places.files import OwnerCheck, read_json, remove_unfinished, staged, write_json
-from rankup.places.place import Place
+from rankup.places.object_store import ObjectStore
 from rankup.timing import LAST_MESSAGE_S, LOCK_S
 
 FILE, RESULT, METRICS, KEPT = "run.json", "result.json", "metrics.jsonl", "kept.json"
@@ -190,7 +190,7 @@ class StoreLease(Lease):
     `folder`: the lease of the local folder. The owner that held the local folder before is certainly dead.
     """
 
-    def __init__(self, place: Place, folder: Lease, *, life_s: float = 30.0, beat_s: float = 5.0) -> None:
+    def __init__(self, place: ObjectStore, folder: Lease, *, life_s: float = 30.0, beat_s: float = 5.0) -> None:
         # Each beat is one small write. On S3 these writes cost 0.4 US cents an hour
         super().__init__(Path(), folder.attempt, agreed=folder.agreed, life_s=life_s, beat_s=beat_s)
         self.place, self.where, self.folder, self.number = place, place.url, folder, 0
@@ -199,14 +199,14 @@ class StoreLease(Lease):
 
     def claim(self, number: int) -> None:
         """Take this number without starting heartbeats. The earlier owner notices at its next `look`. Raises
-        UserError if another attempt has the number, and raises as `Place` does."""
+        UserError if another attempt has the number, and raises as `ObjectStore` does."""
         if not self.place.create(_name(number), self._encoded(1)):
             raise self._owned_by(self.place.read_json(_name(number)))
         self.number = number
 
     def look(self, *, once: bool = False) -> None:
         """Ask the place for a next owner, then `check`. Called before something is published there; costs one small
-        request. `once`: do not ask again if the place does not answer. Raises as `Place` does."""
+        request. `once`: do not ask again if the place does not answer. Raises as `ObjectStore` does."""
         place = self.place.once(LAST_MESSAGE_S) if once else self.place.within(self.life_s)
         self._next = place.read_json(_name(self.number + 1))
         self.check()

@@ -6,40 +6,19 @@ wrote it, because a node 0 that comes back with an empty disk does not know whic
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, aside_folder
-from rankup.state.copies import STATE, identity_of, list_copies, step_of
+from rankup.state.copies import STATE, list_copies, step_of
 from rankup.state.memory import list_held
+from rankup.state.place import PARTS, PEER, RESCUE, Candidate, Folder, Place
 from rankup.state.saver import Options
 
 SECOND = "copies"  # folder for second copies, by the id of their run, in the run directory of a node without rank 0
-CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # kinds of copies; at the same step the lower kind wins
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A copy that `rank` can reach on `node`. `words`: a description for the user. `attempt` is the mark of the attempt
-    that wrote the copy; `attempt` and `run` are "" if they can't be read. `lineage`: the lineage of that attempt, for a
-    copy outside rank 0's folder. A part has `ranks`, whose state it is. All parts of a step become one with `parts`."""
-
-    rank: int
-    node: str
-    kind: int
-    where: str
-    words: str
-    step: int
-    attempt: str
-    run: str
-    lineage: dict[str, Any] | None = None
-    ranks: Sequence[int] = ()
-    parts: Sequence["Candidate"] = ()
 
 
 def distinct(found: Iterable[Candidate], world_size: int) -> list[Candidate]:
@@ -91,48 +70,55 @@ def in_order(
         yield from on(line)
 
 
-def found_in(folder: Path) -> list[list[Any]]:
-    """Return the copies in rank 0's folder, newest first, each as the fields of a Candidate from `kind` on. Unreadable
-    copies are included, so that they are later reported as damaged."""
-    return [
-        [CHECKPOINT, str(path), f"checkpoint {path.name}", *identity_of(read_json(path / STATE), step_of(path))]
-        for path in reversed(list_copies(folder))
-    ]
+class SecondCopies(Place):
+    """The second copies on this node's disk, of all runs in the run directory."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.path = group, group.run_dir / SECOND
+
+    def of(self, run: str) -> Folder:
+        # Keep no other copy: a copy of a later step would be of an attempt that is not on the run's line
+        return Folder(self.path / run, keep=0)
+
+    def list(self) -> Iterator[Candidate]:
+        on = f"the second copy on {self.group.hosts[self.group.rank]} (rank {self.group.rank})"
+        for path in (path for copies in self.path.glob("*") for path in list_copies(copies)):
+            record = read_json(path / STATE)
+            if (line := Lineage.of(record.get("lineage"))) is not None:
+                words = f"step {step_of(path)}, {on}"
+                yield Candidate.of(path, record, kind=PEER, words=words, lineage=line.values())
+            else:
+                self.group.log.warning(f"the copy {path} was skipped: its state.json is missing or damaged")
+
+    def put_aside_others(self, run: str) -> None:
+        """Move the copies of all runs but `run` to `before-<time>-...`, as --fresh does on rank 0's disk. Otherwise a
+        node 0 that loses its disk before the new run's first checkpoint would resume the earlier run."""
+        for other in [path for path in self.path.glob("*") if path.name != run and path.is_dir()]:
+            with contextlib.suppress(OSError):  # another rank of this node has moved it
+                other.rename(f"{aside_folder(self.group.run_dir)}-{SECOND}-{other.name}")
 
 
-def held_by(group: Group, folder: Path, options: Options) -> Iterator[list[Any]]:
-    """Yield, in the same form, the copies that any rank may reach: second copies on its disk, and the rescues and parts
-    in its node's memory that fit the options."""
-    for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
-        record = read_json(path / STATE)
-        of, line = identity_of(record, step_of(path)), Lineage.of(record.get("lineage"))
-        if line is not None:
-            words = f"step {of[0]}, the second copy on {group.hosts[group.rank]} (rank {group.rank})"
-            yield [PEER, str(path), words, *of, line.values()]
-        else:
-            group.log.warning(f"the copy {path} was skipped: its state.json is missing or damaged")
-    for path in list_held():
-        record = read_json(path / STATE)
-        with contextlib.suppress(TypeError, LookupError, ValueError):
-            options.check(path, record)
-            of = step_of(path), str(record["attempt"]), str(record["run"])
-            if "." not in path.parent.name:
-                # Memory also holds rescues of other jobs. Only a rescue of this job may say which run to resume
-                line = Lineage.of(record.get("lineage"))
-                ours = line is not None and group.rank_env.agent and of_this_job(line, group)
-                known = line.values() if line is not None and ours else None
-                yield [RESCUE, str(path), f"step {of[0]}, rescued by {record['written_by']}", *of, known]
-            elif options.memory_every_steps != 0 and record["world_size"] == group.world_size:
-                words = f"step {of[0]}, whose parts were all in memory"
-                yield [PARTS, str(path), words, *of, None, [int(rank) for rank in record["ranks"]]]
+class NodeMemory(Place):
+    """The rescues and parts in this node's memory, of all runs of this user, that fit the options."""
 
+    def __init__(self, group: Group, options: Options) -> None:
+        self.group, self.options = group, options
 
-def put_aside_others(folder: Path, run: str) -> None:
-    """Move the second copies of all runs but `run` to `before-<time>-...`, as --fresh does on rank 0's disk. Otherwise
-    a node 0 that loses its disk before the new run's first checkpoint would resume the earlier run."""
-    for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:
-        with contextlib.suppress(OSError):  # another rank of this node has moved it
-            other.rename(f"{aside_folder(folder)}-{SECOND}-{other.name}")
+    def list(self) -> Iterator[Candidate]:
+        for path in list_held():
+            with contextlib.suppress(TypeError, LookupError, ValueError):
+                self.options.check(path, record := read_json(path / STATE))
+                if not (one := Candidate.of(path, record)).attempt:
+                    continue
+                if "." not in path.parent.name:
+                    # Memory also holds rescues of other jobs. Only a rescue of this job may say which run to resume
+                    line = Lineage.of(record.get("lineage"))
+                    ours = line is not None and self.group.rank_env.agent and of_this_job(line, self.group)
+                    words = f"step {one.step}, rescued by {record['written_by']}"
+                    yield replace(one, kind=RESCUE, words=words, lineage=line.values() if line and ours else None)
+                elif self.options.memory_every_steps != 0 and record["world_size"] == self.group.world_size:
+                    words, ranks = f"step {one.step}, whose parts were all in memory", map(int, record["ranks"])
+                    yield replace(one, kind=PARTS, words=words, ranks=[*ranks])
 
 
 def of_this_job(other: Lineage, group: Group) -> bool:

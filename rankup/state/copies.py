@@ -6,11 +6,6 @@ and `manifest.json`, which has the step, and the size in bytes and the digests o
 A part has a SHA-256 for each `PIECE` of its bytes, so that threads, ranks and nodes can each hash some pieces. blake3
 is four times as fast on one core (4.6 and 1.2 GiB/s on a CPU with instructions for SHA-256), but would be the only
 package beside torch and psutil that every rank needs, and a few cores with SHA-256 are faster than disks and networks.
-
-A copy is written in a hidden folder, synced and renamed. Only then are old copies removed. The next owner of a run
-first removes all hidden folders: if an owner that was frozen and taken for dead wakes up, it finds nothing to rename.
-No save removes the hidden folders of others, because a late owner would then remove its successor's. A save does not
-read the files back: they would come from the page cache and prove nothing about the disk.
 """
 
 import contextlib
@@ -19,19 +14,16 @@ import json
 import os
 import re
 import secrets
-import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankup.agent.processes import cpu_quota
-from rankup.errors import UserError, disk_errors
-from rankup.places.files import STAGING, discard, open_regular, read_json
-from rankup.places.lease import KEPT
+from rankup.errors import UserError
+from rankup.places.files import STAGING, open_regular, read_json
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -50,7 +42,6 @@ _NO_MANIFEST = (ValueError, TypeError, LookupError, AttributeError, RecursionErr
 PIECE = 32 * 2**20  # bytes under one digest
 CHUNK = 2**20  # bytes that are read or written at a time: they are hashed while they are still in the CPU's cache
 on_write: list[Callable[[int], object]] = []  # called with the size of each chunk that this process has written
-uploading: set[Path | None] = set()  # the copies that this process is uploading to another place; no save removes them
 
 
 class Damaged(UserError):
@@ -128,7 +119,7 @@ def list_copies(directory: Path) -> list[Path]:
 
 def list_whole(directory: Path) -> list[Path]:
     """Return the copies in `directory` that look whole, oldest first."""
-    return [path for path in list_copies(directory) if not find_problem(path, digests=False)]
+    return [path for path in list_copies(directory) if looks_whole(path)]
 
 
 def step_of(path: Path) -> int:
@@ -136,31 +127,19 @@ def step_of(path: Path) -> int:
     return int(path.name.split("-")[1].partition(".")[0])
 
 
-def kept_steps(run_dir: Path) -> set[int]:
-    """Return the steps of the copies that `job.keep` has given a name."""
-    return {*read_json(run_dir / KEPT).values()}
-
-
-def identity_of(record: dict[str, Any], step: int) -> tuple[int, str, str]:
-    """Return step, attempt and run of the copy whose folder is named after `step` and whose `state.json` is `record`.
-    Attempt and run are "" if the record is unreadable or somebody renamed the folder."""
-    good = {"run", "attempt"} <= record.keys() and record.get("step") == step
-    return (step, str(record["attempt"]), str(record["run"])) if good else (step, "", "")
-
-
-def verify(path: Path, *, digests: bool = True) -> dict[str, Any]:
-    """Read every file of a copy and return the content of `state.json`. Raises Damaged if any byte has changed. Without
-    `digests`, compare only sizes, and return the manifest: a save has no time to read every file."""
-    manifest, parts = read_manifest(path)
-    for part in parts:
-        for number in range(len(part.digests) if digests else 0):
+def verify(path: Path) -> None:
+    """Read every file of a copy. Raises Damaged if any byte has changed."""
+    for part in read_manifest(path)[1]:
+        for number in range(len(part.digests)):
             if why := part.problem(number, path / part.name):
                 raise Damaged(path, why)
-    with _readable(path):
-        for part in parts:
-            if (size := (path / part.name).stat().st_size) != part.size:
-                raise Damaged(path, f"{part.name} has {size} bytes instead of {part.size}")
-    return read_record(path, parts) if digests else manifest
+
+
+def looks_whole(path: Path) -> bool:
+    """Return whether a copy has a manifest and all files have their sizes: a save has no time to read every file."""
+    with contextlib.suppress(Damaged, OSError):
+        return all((path / part.name).stat().st_size == part.size for part in read_manifest(path)[1])
+    return False
 
 
 def read_record(path: Path, parts: Iterable[Part]) -> dict[str, Any]:
@@ -199,15 +178,6 @@ def _readable(path: Path) -> Iterator[None]:
     raise Damaged(path, why)
 
 
-def find_problem(path: Path, *, digests: bool = True) -> str:
-    """Return why a copy can't be used, or "" if `verify` accepts it."""
-    try:
-        verify(path, digests=digests)
-    except Damaged as error:
-        return error.why
-    return ""
-
-
 def read_manifest(path: Path) -> tuple[dict[str, Any], list[Part]]:
     """Return the manifest of a copy, and the parts in it. Raises Damaged."""
     with _readable(path):
@@ -235,65 +205,17 @@ def to_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def save(
-    directory: Path, files: Mapping[str, Content], *, step: int, keep: int,
-    check_owner: Callable[[], None] = lambda: None, sync: bool = True,
-) -> Path:
-    """Write a copy that this process holds whole. Parameters, result and errors: as in `publish`."""
-    check_owner()
-    staging = create_staging(staging_of(directory, step))
-    return publish(staging, files, {}, step=step, keep=keep, check_owner=check_owner, sync=sync)
-
-
 def staging_of(directory: Path, step: int = 0, token: str = "") -> Path:
     """Return the path of a hidden folder in which a copy is written."""
     return directory / f"{STAGING}step-{step:08d}-{token or secrets.token_hex(4)}"
 
 
-def create_staging(staging: Path) -> Path:
-    """Create the hidden folder, which must not exist yet. Raises UserError."""
-    with disk_errors("checkpoint", staging.parent):
-        staging.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-    return staging
-
-
-def publish(
-    staging: Path, files: Mapping[str, Content], written: dict[str, Fingerprint], *, step: int, keep: int,
-    check_owner: Callable[[], None] = lambda: None, sync: bool = True,
-) -> Path:
-    """Add `files` to those that the ranks have `written` in `staging`, rename the folder to its final name, and remove
-    all copies but the `keep` newest that look whole. Return the path of the copy.
-
-    `check_owner` raises if another attempt owns the run by now. `sync`: whether the copy must survive the end of this
-    machine. Raises UserError if the disk is full or not writable.
-    In any case `staging` is gone afterwards.
-    """
-    directory = staging.parent
-    target = directory / f"step-{step:08d}"
-    try:
-        with disk_errors("checkpoint", directory, check_owner):
-            # A rank that writes a rescue has the node's CPUs for itself: the other ranks wait for it
-            write = write_durably if sync else partial(_write, sync=False, threads=max(1, min(8, int(cpu_quota()))))
-            entries = written | {name: write(staging / name, content) for name, content in files.items()}
-            write_durably(staging / MANIFEST, [to_json({"step": step, "files": entries})])
-            _sync(staging)
-            check_owner()
-            rename(staging, target)
-            _sync(directory)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    check_owner()
-    _remove_old(directory, keep, newest=target)
-    return target
-
-
 def write_durably(path: Path, content: Iterable[Any]) -> Fingerprint:
     """Write and sync `content`, bytes or pieces of bytes. Return the file's manifest entry. Raises OSError."""
-    return _write(path, content, sync=True)
+    return write(path, content, durably=True)
 
 
-def _write(path: Path, content: Iterable[Any], *, sync: bool, threads: int = 1) -> Fingerprint:
+def write(path: Path, content: Iterable[Any], *, durably: bool, threads: int = 1) -> Fingerprint:
     """Write `content` in pieces, several at a time by `threads`. A GPU's tensors are copied to the host a few ahead."""
     with path.open("wb") as file, ThreadPoolExecutor(threads, thread_name_prefix="write") as pool:
         size, digests, begun = 0, list[str](), deque[Future[str]]()
@@ -308,7 +230,7 @@ def _write(path: Path, content: Iterable[Any], *, sync: bool, threads: int = 1) 
                 digests.append(begun.popleft().result())
         digests += [each.result() for each in begun]
         # close() leaves the bytes in the page cache. After a power cut the rename could survive without the contents
-        if sync:
+        if durably:
             os.fsync(file.fileno())
     return {"bytes": size, "sha256": digests}
 
@@ -340,41 +262,3 @@ def _write_piece(file: int, at: int, views: Iterable[memoryview]) -> str:
                 for note in on_write:
                     note(written)
     return digest.hexdigest()
-
-
-def rename(staging: Path, target: Path) -> Path:
-    """Rename `staging` to `target`, so that a reader sees no copy or a whole one. Return `target`. Raises OSError."""
-    # An earlier copy of this step may be damaged or lack its evaluation. A folder can't be renamed onto another one
-    aside = target.with_name(f"{target.name}.replaced")
-    if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)  # an earlier process was killed between these renames
-        target.rename(aside)
-    try:
-        staging.rename(target)
-    except OSError:
-        with contextlib.suppress(OSError):  # the next owner may have published a copy under this name
-            aside.rename(target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-    return target
-
-
-def _sync(directory: Path) -> None:
-    """Sync a directory. Only then do the names in it survive a power cut."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
-    """Keep `newest` and the next copies that look whole, `keep` in all, and those with a name. Remove the others."""
-    good, named = 0, kept_steps(directory.parent)
-    for path in reversed(list_copies(directory)):
-        if path == newest:  # it need not have the highest step: there may be damaged or a successor's later copies
-            good += 1
-        elif good < keep and not (path.suffix and path.with_suffix("").exists()):
-            good += not find_problem(path, digests=False)
-        elif path not in uploading and step_of(path) not in named:  # a later save removes one that is uploaded now
-            discard(path)

@@ -28,8 +28,8 @@ from rankup.agent.processes import memory_available
 from rankup.errors import UserError
 from rankup.places.files import read_json, remove_unfinished
 from rankup.places.lease import kernel_id
-from rankup.state import copies
 from rankup.state.copies import STATE, Content, list_copies, step_of
+from rankup.state.place import Folder
 from rankup.timing import ABANDONED_S, TURN_S
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
@@ -135,7 +135,7 @@ def write_rescue(run: str, step: int, attempt: str, make_files: Callable[[], Map
     def save(home: Path) -> None:
         if alone:
             remove_unfinished(home / run)
-        copies.save(home / run, files, step=step, keep=1, sync=False)  # a slow disk may take minutes to sync
+        Folder(home / run, durable=False).write(step, files)  # a slow disk may take minutes to sync
 
     remove_abandoned()
     folder = in_memory(open_folder)

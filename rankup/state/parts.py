@@ -24,13 +24,10 @@ from rankup.agent.processes import memory_available
 from rankup.errors import UserError, reason
 from rankup.group.group import MESSAGES, Group
 from rankup.places.files import discard, remove_unfinished
-from rankup.state import copies
-from rankup.state.choice import Candidate
-from rankup.state.copies import MANIFEST, STATE, Content, Damaged, list_copies, part_of, step_of, to_json
+from rankup.state.copies import MANIFEST, STATE, Content, list_copies, step_of, to_json
 from rankup.state.memory import in_memory, node_id, remove, remove_abandoned
-from rankup.state.reading import Copy, CopyFiles
+from rankup.state.place import Folder
 from rankup.state.saver import BackgroundTask, HostCopies
-from rankup.state.shipping import Memory, Shipment, ship
 from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, mesh_position, to_file
 from rankup.timing import HURRY_S, SHARE
 
@@ -132,7 +129,7 @@ class Parts:
             home = in_memory(lambda home: home, needed, free=memory_available())
         except UserError as error:
             return str(error)
-        self._folders = {rank: home / _folder_of(self.run, rank) for rank in held}
+        self._folders = {rank: home / f"{self.run}.rank-{rank:05d}" for rank in held}
         return ""
 
     # In a thread ------------------------------------------------------------------------------------------------
@@ -161,7 +158,7 @@ def _keep(folder: Path, step: int, files: Mapping[str, Content]) -> Path:
     for older in list_copies(folder)[:-1]:
         discard(older)
     remove_unfinished(folder)
-    return copies.save(folder, files, step=step, keep=2)
+    return Folder(folder, keep=2).write(step, files)
 
 
 def _part_id(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
@@ -185,72 +182,6 @@ def peers_of(known: Sequence[Any]) -> list[int | None]:
             if len(on) > 1 and len(holding[known[rank][1]]) == 1:
                 peers[rank] = there[place % len(there)]
     return peers
-
-
-def _folder_of(run: str, rank: int) -> str:
-    return f"{run}.rank-{rank:05d}"
-
-
-# Resuming -------------------------------------------------------------------------------------------------------
-
-
-def load_parts(parts: Sequence[Candidate], group: Group) -> Copy:
-    """Return this rank's part among the `parts` of a step, as a copy. All ranks call this. A damaged part is removed
-    and replaced by the same part from another node. Raises Damaged on all ranks if a rank has no whole part left."""
-    nodes, why = group.gather(node_id()), ""
-    able: dict[int, list[Candidate]] = {rank: [] for rank in range(group.world_size)}
-    for one in parts:
-        for rank in {*one.ranks} & able.keys():  # nobody has verified what a part says of itself
-            able[rank].append(one)
-    while True:
-        if not all(able.values()):
-            raise Damaged(parts[0].where, why)
-        chosen = [min(ones, key=lambda one: one.node != nodes[rank]) for rank, ones in able.items()]
-        here = [one.node == node for one, node in zip(chosen, nodes, strict=True)]
-        readers = [rank if here[rank] else one.rank for rank, one in enumerate(chosen)]
-        about = _described(group, chosen, readers)
-        shipments, owners = list[Shipment](), list[int]()
-        for rank, (one, reader) in enumerate(zip(chosen, readers, strict=True)):
-            for name, entry in about[rank]["files"].items():
-                path = [Path(one.where) / name] if group.rank in (rank, reader) else []
-                owners.append(rank)
-                to = [[each] for each in dict.fromkeys((reader, rank))]
-                shipments.append(Shipment(part_of(name, entry), to, path))
-        memory = Memory.alone(group)
-        try:
-            buffers, found = ship(group, shipments, memory)
-        finally:
-            memory.close()
-        problems = [each.get("why", "") for each in about]
-        for number, text in found.items():
-            problems[owners[number]] = problems[owners[number]] or text
-        for rank, (one, reader) in enumerate(zip(chosen, readers, strict=True)):
-            if problems[rank] and group.rank == reader == rank:
-                group.log.warning(f"a part in memory was skipped: {one.where}: {problems[rank]}")
-                discard(Path(one.where))
-        if not any(problems):
-            own = {shipments[n].part.name: buffers[n] for n, owner in enumerate(owners) if owner == group.rank}
-            # All ranks get rank 0's record, because only rank 0 may know the values of the last evaluation
-            return Copy(Path(chosen[group.rank].where), about[0]["record"], CopyFiles(own))
-        why = next(filter(None, problems))
-        bad = {(one.node, one.where) for one, problem in zip(chosen, problems, strict=True) if problem}
-        able = {rank: [one for one in ones if (one.node, one.where) not in bad] for rank, ones in able.items()}
-
-
-def _described(group: Group, chosen: Sequence[Candidate], readers: Sequence[int]) -> list[dict[str, Any]]:
-    """Return for each rank the files of its chosen part and, for rank 0, the record; or why the part is damaged."""
-    own = dict[int, dict[str, Any]]()
-    for rank, (one, reader) in enumerate(zip(chosen, readers, strict=True)):
-        if reader == group.rank:
-            try:
-                manifest, files = copies.read_manifest(Path(one.where))
-                record = copies.read_record(Path(one.where), files)
-                own[rank] = {"files": {name: entry for name, entry in manifest["files"].items() if name != STATE}}
-                own[rank] |= {"record": record} if rank == 0 else {}
-            except Damaged as error:
-                own[rank] = {"why": error.why, "files": {}}
-    found = {int(rank): each for described in group.gather(own) for rank, each in described.items()}
-    return [found[rank] for rank in range(group.world_size)]
 
 
 def _send(path: Path | None, to: int, link: Any) -> list[tuple[Any, torch.Tensor]]:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from rankup.errors import UserError, disk_errors
 from rankup.places.files import staged
 from rankup.places.lease import RUN_ID
 from rankup.state.copies import STATE, Check, Damaged, Part, list_copies, no_check, part_of, read_manifest, read_record
+from rankup.state.memory import node_id
+from rankup.state.place import PARTS, Candidate
 from rankup.state.shipping import Memory, Shipment, ship
 from rankup.state.tree import TENSORS, TREE, Tensors, decode, encode, local_parts, tensor_at, tensors_in
 
@@ -39,10 +42,6 @@ class Copy:
     @property
     def step(self) -> int:
         return int(self.record["step"])
-
-    @property
-    def sharded(self) -> bool:
-        return self.files.sharded
 
     @property
     def tracked(self) -> dict[str, Any]:
@@ -90,52 +89,101 @@ def newest_whole(
 
 def read(path: Path, check: Check = no_check) -> Copy:
     """Read the copy in the folder `path`. Raises Damaged, and UserError if `check` refuses the copy."""
-    return load(ALONE, lambda: path, check=check, in_place=lambda path: path)
+    return load(ALONE, Candidate(where=str(path)), check=check, in_place=lambda path: path)
 
 
 def load(
-    group: Any, find: Callable[[], Path], *, source: int = 0, check: Check = no_check, others: Sequence[Path] = (),
-    in_place: Callable[[Path], Path] | None = None,
+    group: Any, one: Candidate, opened: Callable[[Candidate], Path] = lambda one: Path(one.where), *,
+    check: Check = no_check, others: Sequence[Path] = (), in_place: Callable[[Path], Path] | None = None,
 ) -> Copy:
-    """Read the copy in a folder of rank `source`, which `find` returns there, on all ranks. All ranks call this.
-    `others`: folders in which this rank may have the same files. `in_place`: returns where this rank sees the folder;
-    the files of a sharded copy are then used there. Raises on all ranks: Damaged, and UserError if `check` refuses."""
-    def look() -> dict[str, Any]:
-        try:
-            where = find()
-            manifest, parts = read_manifest(where)
-            about = {"where": str(where), "from_anywhere": str(where.absolute()), "files": manifest["files"]}
-            return {**about, "record": _record(where, parts, check)}
-        except Damaged as error:
-            return {"damaged": [error.path, error.why]}
+    """Read the copy `one`: the same files on all ranks, or on each rank the part of its state that is in memory. All
+    ranks call this. Instead of a damaged part the same part on another node is read.
 
-    about = group.on_rank0(look, source=source)
-    if "damaged" in about:
-        raise Damaged(*about["damaged"], printed_elsewhere=not group.is_rank0)
-    parts = [part_of(name, entry) for name, entry in about["files"].items() if name != STATE]
-    path, folders = Path(about["where"]), [*others, Path(about["from_anywhere"])]
-    sharded = any(is_shard(part.name) for part in parts)
-    seen = in_place(path) if in_place is not None else None
-    if sharded and all(group.gather(seen is not None and _same_files(seen, about["files"]))):
-        path = seen or path
-        shipments = [Shipment(part, [range(group.world_size)], [path / part.name], in_place=True) for part in parts]
-        memory = Memory.alone(group)
-    else:
-        memory = Memory.shared(group)
-        nodes = sorted(memory.nodes, key=lambda ranks: source not in ranks)
-        folders = folders[-1:] if group.rank in nodes[0] else folders
-        shipments = [Shipment(part, nodes, [folder / part.name for folder in folders]) for part in parts]
-    try:
+    `opened`: called on rank `one.rank`, returns the folder with the files. `others`: folders in which this rank may
+    have the same files. `in_place`: returns where this rank sees the folder; the files of a sharded copy are then used
+    there. Raises on all ranks: Damaged, and UserError if `check` refuses the copy.
+    """
+    able, why = [[one]] * group.world_size, ""
+    if one.parts:
+        nodes = group.gather(node_id())
+        able = [[] for _ in nodes]
+        for part in one.parts:
+            for rank in {*part.ranks}:  # nobody has verified what a part says of itself
+                if 0 <= rank < len(able):
+                    able[rank].append(part)
+        able = [sorted(ones, key=lambda each: each.node != node) for ones, node in zip(able, nodes, strict=True)]
+    while all(able):
+        copy, damaged = _read(group, [ones[0] for ones in able], opened, check, others, in_place)
+        if copy is not None:
+            return copy
+        mine, why = able[group.rank][0], next(iter(damaged.values()))
+        if one.parts and mine.node == node_id() and (mine.rank, mine.where) in damaged:
+            group.log.warning(f"a part in memory was skipped: {mine.where}: {damaged[mine.rank, mine.where]}")
+        able = [[each for each in ones if (each.rank, each.where) not in damaged] for ones in able]
+    raise Damaged(one.where, why, printed_elsewhere=not group.is_rank0)
+
+
+def _read(
+    group: Any, chosen: Sequence[Candidate], opened: Callable[[Candidate], Path], check: Check, others: Sequence[Path],
+    in_place: Callable[[Path], Path] | None,
+) -> tuple[Copy | None, dict[tuple[int, str], str]]:
+    """Read for each rank the folder that is `chosen` for it. Return this rank's copy; or None, and by rank and path of
+    each damaged folder why it is damaged. The rest: see `load`."""
+    folders, ranks_of = {(one.rank, one.where): one for one in chosen}, defaultdict[tuple[int, str], list[int]](list)
+    for rank, one in enumerate(chosen):
+        ranks_of[one.rank, one.where].append(rank)
+
+    def look() -> list[Any]:
+        return [_described(one, opened, check) for one in folders.values() if one.rank == group.rank]
+
+    # Only the rank that opens and checks a copy may fail: then it is the only folder
+    told = group.on_rank0(look, source=chosen[0].rank) if len(folders) == 1 else [*chain(*group.gather(look()))]
+    about = {(rank, where): rest for rank, where, *rest in told}
+    if damaged := {key: why for key, (*_, why) in about.items() if why}:
+        return None, damaged
+    own, shipments, keys = chosen[group.rank], list[Shipment](), list[tuple[int, str]]()
+    path = Path(about[own.rank, own.where][0])
+    with contextlib.closing(Memory.shared(group)) as memory:
+        node_of = {rank: node for node, ranks in enumerate(memory.nodes) for rank in ranks}
+        for key, (_, absolute, files, *_) in about.items():
+            by_node = {node_of[key[0]]: list[int]()}
+            for rank in ranks_of[key]:
+                by_node.setdefault(node_of[rank], []).append(rank)
+            to = [ranks or [key[0]] for ranks in by_node.values()]
+            where = [*(others if group.rank not in to[0] else ()), Path(absolute)]
+            for name, entry in files.items():
+                shipments.append(Shipment(part_of(name, entry), to, [folder / name for folder in where]))
+                keys.append(key)
+        if in_place is not None and any(is_shard(each.part.name) for each in shipments):
+            seen, everyone = in_place(path), range(group.world_size)
+            if all(group.gather(_same_files(seen, shipments))):
+                path = seen
+                shipments = [Shipment(each.part, [everyone], [path / each.part.name], in_place=True)
+                             for each in shipments]
         buffers, problems = ship(group, shipments, memory)
-    finally:
-        memory.close()
     if problems:
-        raise Damaged(path, problems[min(problems)], printed_elsewhere=not group.is_rank0)
-    with _fitting(path):
-        files = CopyFiles({part.name: buffers[n] for n, part in enumerate(parts)})
+        return None, {keys[n]: why for n, why in sorted(problems.items(), reverse=True)}
+    mine = {shipments[n].part.name: each for n, each in buffers.items() if group.rank in ranks_of[keys[n]]}
+    with _fitting(path) if len(folders) == 1 else contextlib.nullcontext():
+        files = CopyFiles(mine)
         if group is ALONE or not files.sharded:  # otherwise each rank checks its own slices as it reads them
             files.check()
-        return Copy(path, about["record"], files)
+        # All ranks get rank 0's record, because only rank 0 may know the values of the last evaluation
+        return Copy(path, about[chosen[0].rank, chosen[0].where][3], files), {}
+
+
+def _described(one: Candidate, opened: Callable[[Candidate], Path], check: Check) -> list[Any]:
+    """Return what all ranks must know of a folder: which, where it is opened, its files, its record, and why it is
+    damaged."""
+    try:
+        manifest, parts = read_manifest(path := opened(one))
+        record = read_record(path, parts) if one.kind == PARTS else _record(path, parts, check)
+        if one.kind == PARTS and 0 not in one.ranks:
+            record = {}  # nobody needs it
+        files = {name: entry for name, entry in manifest["files"].items() if name != STATE}
+        return [one.rank, one.where, str(path), str(path.absolute()), files, record, ""]
+    except Damaged as error:
+        return [one.rank, one.where, "", "", {}, {}, error.why]
 
 
 def _record(path: Path, parts: Sequence[Part], check: Check) -> dict[str, Any]:
@@ -150,9 +198,9 @@ def _record(path: Path, parts: Sequence[Part], check: Check) -> dict[str, Any]:
     return record
 
 
-def _same_files(path: Path, files: dict[str, Any]) -> bool:
+def _same_files(path: Path, shipments: Sequence[Shipment]) -> bool:
     with contextlib.suppress(Damaged):
-        return bool(read_manifest(path)[0]["files"] == files)
+        return [part for part in read_manifest(path)[1] if part.name != STATE] == [each.part for each in shipments]
     return False
 
 

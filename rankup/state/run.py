@@ -9,7 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from rankup.errors import Stopped, UserError, disk_errors
 from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json, remove_unfinished, write_json
 from rankup.places.lease import FILE, KEPT, RESULT, Lease, Lineage, put_aside
-from rankup.state import choice, copies, memory
-from rankup.state.choice import CHECKPOINT, MIRROR, PEER, RESCUE, SECOND, STORE, Candidate
-from rankup.state.copies import STATE
-from rankup.state.parts import Parts, load_parts
+from rankup.state import choice, memory
+from rankup.state.choice import NodeMemory, SecondCopies
+from rankup.state.copies import STATE, list_whole
+from rankup.state.parts import Parts
+from rankup.state.place import CHECKPOINT, MIRROR, PEER, RESCUE, STORE, Candidate, Folder
 from rankup.state.reading import Copy, load, newest_whole
-from rankup.state.saver import Options, Saver, SecondCopies
+from rankup.state.saver import Options, Saver
 from rankup.state.second_place import SecondPlace
 from rankup.timing import VISIBLE_S
 
@@ -41,11 +42,14 @@ class Run:
     def __init__(self, group: Group, options: Options) -> None:
         self.group, self.options, self.folder = group, options, group.run_dir
         self.owner: Lease
+        check_owner: Callable[[], None] = (lambda: self.owner.check()) if group.is_rank0 else lambda: None
+        self.checkpoints = Folder(self.folder / "checkpoints", keep=options.keep, check_owner=check_owner)
+        self.second = SecondCopies(group)
         self.places: dict[int, SecondPlace] = {}
         self.second_rank: int | None = None
         self.newest: Copy | None = None
         self.kind, self.words = CHECKPOINT, ""
-        self._found = list[list[Any]]()  # copies that only rank 0 reaches: fields of a Candidate from `kind` on
+        self._found = list[Candidate]()  # copies that only rank 0 reaches
         self._newest_here: Path | None = None  # on rank 0, the copy whose record is `saved`
         self._rescued = False  # whether this node may have rescues of the run
 
@@ -67,23 +71,21 @@ class Run:
         self.parts = Parts(group, self.lineage.run, options.memory_every_steps)
         for place in self.places.values():
             place.run = self.lineage.run
-        second = self.folder / SECOND / self.lineage.run
+        second = self.second.of(self.lineage.run) if self.second_rank == group.rank else None
         self.saver = Saver(
-            group, self.folder / "checkpoints", options, token=self.token, check_owner=lambda: self.owner.check(),
-            second=SecondCopies(group, second, options) if self.second_rank == group.rank else None,
-            saved=self._note_saved,
+            group, self.checkpoints, options, token=self.token, saved=self._note_saved, second=second
         )
 
     def _take(self, stack: contextlib.ExitStack) -> tuple[dict[str, Any], str]:
         """Take ownership of the folder and the other places, on rank 0. Return the lineage of the run there or of a new
         run, and the token of the lease. Raises UserError and PeerLost."""
-        group, options, folder = self.group, self.options, self.folder / "checkpoints"
+        group, options = self.group, self.options
         agreed = "basis" in group.record.commit
         self.owner = lease = Lease(self.folder, group.attempt, agreed=agreed)
         with disk_errors("run_dir", self.folder):
             stack.enter_context(lease)  # on the caller's stack, and in this call, so that a refusal reaches all ranks
             group.status.claim(lease)
-            remove_unfinished(folder)
+            remove_unfinished(self.checkpoints.path)
             begun = Lineage.read(self.folder)
             # --fresh loses nothing: it moves the earlier run aside, unless this launch itself began that run
             anew = options.fresh and not (begun and self._may_take(begun))
@@ -91,13 +93,13 @@ class Run:
                 group.log.info(f"--fresh: the earlier run was moved to {aside}")
             for kind, url in {STORE: options.store, MIRROR: options.mirror}.items():
                 if url:
-                    place = SecondPlace(url, self.folder, lease, group.log, options, required=kind == STORE)
+                    place = SecondPlace(url, self.checkpoints, lease, group.log, options, required=kind == STORE)
                     self.places[kind] = place
-                    self._found += [[kind, *one] for one in place.adopt(stack, wanted=self._may_take)]
+                    place.adopt(stack, wanted=self._may_take)
                     if place.required:
                         self.owner = place.lease
             line = Lineage.read(self.folder) or Lineage.new(group.attempt, group.rank_env.start)
-            self._found += choice.found_in(folder)
+            self._found = [one for place in (*self.places.values(), self.checkpoints) for one in place.list()]
         return line.values(), lease.token
 
     def _may_take(self, other: Lineage) -> bool:
@@ -113,9 +115,10 @@ class Run:
         group, folder, options = self.group, self.folder, self.options
         known = self.lineage if self.lineage.number else None  # the run that rank 0's folder holds
         # `_sees` does not wait: if a network file system shows the file late, the node only keeps a needless copy
-        own = [*self._found, *choice.held_by(group, folder, options)]
-        seen, nodes, found = zip(*group.gather([self._sees(), memory.node_id(), own]), strict=True)
-        candidates = [Candidate(rank, nodes[rank], *values) for rank, each in enumerate(found) for values in each]
+        own = (*self._found, *self.second.list(), *NodeMemory(group, options).list())
+        listed = [asdict(replace(one, rank=group.rank, node=memory.node_id())) for one in own]
+        seen, found = zip(*group.gather([self._sees(), listed]), strict=True)
+        candidates = [Candidate(**values) for each in found for values in each]
         if options.compare_every_steps != 0:
             self.second_rank = next((rank for rank, sees in enumerate(seen) if rank and not sees), None)
         passed = set[str]()
@@ -132,30 +135,29 @@ class Run:
 
         self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
         self.saved = group.on_rank0(lambda: self._find_here(passed))
-        choice.put_aside_others(folder, self.lineage.run)
+        self.second.put_aside_others(self.lineage.run)
 
     def _resume_from(self, one: Candidate, line: Lineage | None, others: list[Path]) -> Copy:
         """Read copy `one` on all ranks, and adopt its `line`. `others`: where this rank may have the same files. Raises
         on all ranks: Damaged, UserError and PeerLost."""
         group, options = self.group, self.options
-        folder = self.folder / "checkpoints"  # another node may have mounted it elsewhere
-        if one.parts:
-            copy = load_parts(one.parts, group)
-        elif one.kind in (STORE, MIRROR):
-            in_place = (lambda path: folder / path.parent.name / path.name) if options.sharded else None
-            with contextlib.ExitStack() as stack:
-                copy = load(
-                    group, lambda: stack.enter_context(self.places[one.kind].fetched(one.where)), check=options.check,
-                    others=others, in_place=in_place,
-                )
-                path = group.on_rank0(lambda: self.places[one.kind].keep(copy.path))  # only rank 0 has the place
-            copy = replace(copy, path=folder / Path(path).name)
-        else:
-            in_place = (lambda path: folder / path.name) if options.sharded and one.kind == CHECKPOINT else None
-            others = [*others, folder / Path(one.where).name]
+        folder = self.checkpoints.path  # another node may have mounted it elsewhere
+        fetched, name = one.kind in (STORE, MIRROR), f"step-{one.step:08d}"
+        with contextlib.ExitStack() as stack:
+            def opened(one: Candidate) -> Path:
+                place = self.places[one.kind] if fetched else self.checkpoints  # only rank 0 has the places
+                return stack.enter_context(place.open(one))
+
+            def in_place(path: Path) -> Path:
+                return folder / path.relative_to(path.parents[fetched])
+
             copy = load(
-                group, lambda: Path(one.where), source=one.rank, check=options.check, others=others, in_place=in_place
+                group, one, opened, check=options.check, others=[] if one.parts else [*others, folder / name],
+                in_place=in_place if options.sharded and one.kind < PEER else None,
             )
+            if fetched:
+                group.on_rank0(lambda: self._keep(copy.path, self.places[one.kind]))
+                copy = replace(copy, path=folder / name)
         self.kind = one.kind
         self.words = copy.path.name if one.kind < PEER else one.words
         if one.kind == RESCUE:
@@ -166,12 +168,17 @@ class Run:
             self.lineage.run = copy.record["run"]  # run.json was lost; keep the id, because trackers know the run by it
         return copy
 
+    def _keep(self, fetched: Path, place: SecondPlace) -> None:
+        """Move a verified copy that was fetched from `place` to the run's own copies."""
+        kept = self.checkpoints.put(fetched)
+        self.group.log.info(f"fetched {kept.name} from {place.called}")
+
     def _find_here(self, passed: set[str]) -> dict[str, Any] | None:
         """Find the newest copy in rank 0's folder that was not tried before (`passed`). Return its record."""
         if self.newest is not None and self.kind < PEER:
             self._newest_here = self.newest.path
             return self.newest.record
-        for path in reversed(copies.list_whole(self.folder / "checkpoints")):
+        for path in reversed(list_whole(self.checkpoints.path)):
             if str(path) not in passed:
                 with contextlib.suppress(TypeError, LookupError, ValueError):
                     self.options.check(path, record := read_json(path / STATE))
@@ -242,8 +249,7 @@ class Run:
         """Wait for the last save and the second copy, and free the parts in memory, because the training ends."""
         self.wait()
         self.parts.close()
-        if (second := self.saver.second) is not None:
-            second.join(second.left_s)
+        self.saver.wait_for_second()
 
     def _note_saved(self, step: int) -> None:
         """Note that the copy of `step` is on disk, which all ranks know, and remove the rescues that it replaces."""
@@ -252,7 +258,7 @@ class Run:
             memory.remove(self.lineage.run, range(step + 1, sys.maxsize))
             self._rescued = False
         for place in self.places.values():
-            place.upload_later(self.saver.folder / f"step-{step:08d}")
+            place.upload_later(self.checkpoints.path / f"step-{step:08d}")
         if self.options.save == "sync":
             self.wait()
 

@@ -7,7 +7,7 @@ ranks know that all have written theirs. Until then a lost rank would cost the c
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,8 @@ from rankup.errors import PeerLost, UserError, disk_errors, reason
 from rankup.group.group import Group
 from rankup.places.files import discard, remove_unfinished
 from rankup.state import copies
-from rankup.state.copies import STATE, Check, Content, Fingerprint, no_check
+from rankup.state.copies import STATE, Check, Fingerprint, no_check
+from rankup.state.place import Folder
 from rankup.state.tree import TREE, TensorFile, Tensors, encode, file_of, files_of, local_parts, own_parts, to_file
 
 T = TypeVar("T")
@@ -103,19 +104,20 @@ class Saver:
     that is under way, or None."""
 
     def __init__(
-        self, group: Group, folder: Path, options: Options, *, token: str, check_owner: Callable[[], None],
-        saved: Callable[[int], None], second: "SecondCopies | None",
+        self, group: Group, folder: Folder, options: Options, *, token: str, saved: Callable[[int], None],
+        second: Folder | None,
     ) -> None:
-        """`token`: the token of this attempt, equal on all ranks. `check_owner`: see `copies.publish`. `saved`: called
-        on all ranks with the step of each published copy."""
-        self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_timeout_s
-        self.check_owner = check_owner if group.is_rank0 else lambda: None
+        """`token`: the token of this attempt, equal on all ranks. `saved`: called on all ranks with the step of each
+        published copy. `second`: where this rank keeps second copies. Nothing is sent for them, because this rank has
+        the same state as rank 0, see `rankup.loop.agreement`."""
+        self.group, self.folder, self.timeout_s = group, folder, options.save_timeout_s
         self.sharded, self.token = options.sharded, token
         self.saved, self.second = saved, second
         self.step: int | None = None
         self._copies = HostCopies(group.device)
         self._beside = False if options.save == "sync" else None  # save in the background? None: not decided yet
         self.writing, self._count = BackgroundTask("save", options.save_timeout_s), 0
+        self.writing_second, self._failing = BackgroundTask("copy", options.save_timeout_s), ""
         self._agreed = False  # whether all ranks know that the save has ended
         self._steps = self._ask_at = 0  # since a sharded save began; at which of them the ranks ask each other
         self._said = 0  # the number of the newest save of which `saved` knows
@@ -138,8 +140,8 @@ class Saver:
         """
         self.look(wait=True)
         self.group.watch.enter("save", self.timeout_s, step=step)
-        if self.second is not None and may_continue:  # this rank has the same state as rank 0
-            self.second.save(step, record(), tracked, wait=wait)
+        if self.second is not None and may_continue:
+            self._write_second(self.second, step, record(), tracked, wait=wait)
         self.step, self._count, self._part, self._join_parts = step, self._count + 1, {}, None
         self._steps, self._ask_at = 0, 1
         if self.group.is_rank0 or self.sharded:
@@ -201,11 +203,10 @@ class Saver:
     ) -> tuple[Callable[[], None], bool]:
         """Return the work of this rank for the save, and whether to do it in the background."""
         # Never use a staging name twice: NFS may still have cached that the name is now the published copy's folder
-        staging = copies.staging_of(self.folder, step, f"{self.token}-{self._count}")
-        how: dict[str, Any] = {"step": step, "keep": self.keep, "check_owner": self.check_owner}
+        folder, staging = self.folder, copies.staging_of(self.folder.path, step, f"{self.token}-{self._count}")
         if self.group.is_rank0 and self.sharded:
-            self.check_owner()
-            self._staging = copies.create_staging(staging)
+            folder.check_owner()
+            self._staging = folder.stage(staging)
         nodes, tensors = encode(tracked)
         places = None
         if self.sharded:
@@ -216,17 +217,45 @@ class Saver:
         def write() -> None:
             self._copies.wait()
             if not self.sharded:
-                copies.save(self.folder, {STATE: record, **files_of(nodes, tensors)}, **how)
+                folder.write(step, {STATE: record, **files_of(nodes, tensors)})
                 return
             name = file_of(self.group.rank)
-            with disk_errors("checkpoint", self.folder, self.check_owner):
+            with disk_errors("checkpoint", folder.path, folder.check_owner):
                 self._part = {name: copies.write_durably(staging / name, TensorFile(tensors, places))}
 
         def join_parts(written: dict[str, Fingerprint]) -> None:
-            copies.publish(staging, {STATE: record, TREE: to_file(nodes)}, written, **how)
+            folder.publish(staging, step, {STATE: record, TREE: to_file(nodes)}, written)
 
         self._join_parts = join_parts if self.sharded else None
         return write, beside
+
+    def _write_second(
+        self, folder: Folder, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool
+    ) -> None:
+        """Begin to write a second copy, unless one is being written: no step and no save waits for it. `wait`: wait for
+        that one first. A failure is only logged, in one line."""
+        if wait:
+            self.wait_for_second()
+        if self.writing_second.under_way:
+            return
+        nodes, tensors = encode(tracked)
+        files = {STATE: record, **files_of(nodes, self._copies.take(tensors))}
+
+        def write() -> None:
+            try:
+                self._copies.wait()
+                remove_unfinished(folder.path)
+                folder.write(step, files)
+                self._failing = ""
+            except Exception as error:  # a second copy that fails must not end the training
+                if (text := f"no second copy: {reason(error)}") != self._failing:  # do not repeat the same warning
+                    self.group.log.warning(text)
+                self._failing = text
+
+        self.writing_second.start(write)
+
+    def wait_for_second(self) -> None:
+        self.writing_second.join(self.writing_second.left_s)
 
     def _fit(self, tensors: Tensors) -> bool:
         """Return whether there is memory for copies of `tensors`. Decided once, because the buffers are then kept."""
@@ -271,38 +300,6 @@ class Saver:
         if self._said != self._count:
             self._said = self._count
             self.saved(step)
-
-
-class SecondCopies(BackgroundTask):
-    """Second copies: if the nodes share no disk, a rank of another node than rank 0's writes the newest copy too, in a
-    thread. Nothing is sent, because that rank has the same state as rank 0, see `rankup.loop.agreement`. No step and no
-    other save waits for a second copy. A failure is only logged, in one line."""
-
-    def __init__(self, group: Group, folder: Path, options: Options) -> None:
-        super().__init__("copy", options.save_timeout_s)
-        self.group, self.folder, self._copies, self._said = group, folder, HostCopies(group.device), ""
-
-    def save(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
-        """Begin to write the state of this step, unless a write is under way. `wait`: wait for that write first."""
-        if wait:
-            self.join(self.left_s)
-        if self.under_way:
-            return
-        nodes, tensors = encode(tracked)
-        files = {STATE: record, **files_of(nodes, self._copies.take(tensors))}
-        self.start(lambda: self._write(step, files))
-
-    def _write(self, step: int, files: Mapping[str, Content]) -> None:
-        try:
-            self._copies.wait()
-            remove_unfinished(self.folder)
-            # Keep no other copy: a copy of a later step would be of an attempt that is not on the run's line
-            copies.save(self.folder, files, step=step, keep=0)
-            self._said = ""
-        except Exception as error:  # a second copy that fails must not end the training
-            if (text := f"no second copy: {reason(error)}") != self._said:  # do not repeat the same warning
-                self.group.log.warning(text)
-            self._said = text
 
 
 class HostCopies:

@@ -26,9 +26,10 @@ from typing import Any
 from rankup.errors import PeerLost, UserError, disk_errors, reason
 from rankup.places.files import cache_roots
 from rankup.places.lease import FILE, KEPT, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
-from rankup.places.place import Place
+from rankup.places.object_store import ObjectStore
 from rankup.state import copies
 from rankup.state.copies import MANIFEST, STATE, Damaged, list_whole, step_of, verify
+from rankup.state.place import MIRROR, STORE, Candidate, Folder, Place, kept_steps
 from rankup.state.reading import newest_whole
 from rankup.state.saver import BackgroundTask, Options
 from rankup.timing import FIND_S, UPLOAD_END_S, UPLOAD_STOP_S
@@ -40,10 +41,10 @@ TENSORBOARD = "tensorboard"
 BEFORE_WATCHDOG = 0.9  # the share of a deadline for requests: the watchdog fails later, and can't name the place
 
 
-# What a place holds, for commands too. All functions raise as `Place` does -------------------------------------------
+# What a place holds, for commands too. All functions raise as `ObjectStore` does -------------------------------------
 
 
-def newest_run(place: Place, names: Iterable[str]) -> tuple[int, Lineage | None]:
+def newest_run(place: ObjectStore, names: Iterable[str]) -> tuple[int, Lineage | None]:
     """Return the number of the last owner that wrote a good run.json, and its lineage; 0 and None if there is no run.
     `names`: all names at the place."""
     for number in range(max(map(number_of, names), default=0), 0, -1):
@@ -72,7 +73,7 @@ def _digest(manifest: bytes) -> str:
     return hashlib.sha256(manifest).hexdigest()[:12]
 
 
-def _download(place: Place, stored: str, target: Path) -> None:
+def _download(place: ObjectStore, stored: str, target: Path) -> None:
     """Download the copy in the folder `stored`, without verifying its files. Raises OSError, and Damaged if the digest
     in the copy's name is not that of its manifest."""
     place = place.below(stored)
@@ -115,7 +116,7 @@ def fetched(place: str, *, timeout_s: float, name: str = "") -> Iterator[Path]:
         with disk_errors("RANKUP_CACHE", folder):
             folder.mkdir(parents=True, exist_ok=True)
             own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-            there = Place.open(place, warn=warn, timeout_s=timeout_s)
+            there = ObjectStore.open(place, warn=warn, timeout_s=timeout_s)
             newest, names = own / there.url.rpartition("/")[2], there.names()
             number, run = newest_run(there, names)
             if run:
@@ -134,18 +135,21 @@ def fetched(place: str, *, timeout_s: float, name: str = "") -> Iterator[Path]:
         yield newest
 
 
-class SecondPlace:
+class SecondPlace(Place):
     """The second place of the run in `folder`. On rank 0 a thread uploads the newest copy to it. If a required place
     fails, `settle` raises. If a mirror fails, one warning is logged until the mirror is back, and another at the end if
     the mirror lacks the newest copy."""
 
     def __init__(
-        self, url: str, folder: Path, lease: Lease, log: logging.Logger, options: Options, *, required: bool
+        self, url: str, checkpoints: Folder, lease: Lease, log: logging.Logger, options: Options, *, required: bool
     ) -> None:
-        """`url`: the address of all runs there. `lease`: the lease of `folder`, which is already held."""
+        """`url`: the address of all runs there. `checkpoints`: those of the run here. `lease`: the lease of the run's
+        folder, which is already held."""
         self.required, self.options, self.log = required, options, log
-        self.folder, self.checkpoints = folder, folder / "checkpoints"
-        self.place = Place.open(url, warn=log.warning if required else self._fail).below(folder.name)
+        self.checkpoints, self.folder = checkpoints, (folder := checkpoints.path.parent)
+        self._listed = list[Candidate]()
+        self.place = ObjectStore.open(url, warn=log.warning if required else self._fail).below(folder.name)
+        self.kind = STORE if required else MIRROR
         self.run = ""  # the id of the run that is uploaded
         self.called = self.place.url if required else f"the mirror {self.place.url}"
         self.lease = StoreLease(self.place, lease)
@@ -161,13 +165,12 @@ class SecondPlace:
 
     # At opening -----------------------------------------------------------------------------------------------
 
-    def adopt(self, stack: contextlib.ExitStack, *, wanted: Callable[[Lineage], bool]) -> list[list[Any]]:
-        """Take ownership of the place. Fetch its run if the folder is empty, or a required place is ahead of it.
-        Return the place's copies of the folder's run, as fields of a Candidate from `where` on. A required place
-        belongs to this attempt until `stack` ends; a mirror belongs to the attempt that came last. `wanted`: whether
-        this attempt may resume a run. Raises OSError; also UserError and PeerLost if the place is required or may be
-        the only one that has a copy."""
-        here, alone, found = Lineage.read(self.folder), not list_whole(self.checkpoints), list[list[Any]]()
+    def adopt(self, stack: contextlib.ExitStack, *, wanted: Callable[[Lineage], bool]) -> None:
+        """Take ownership of the place. Fetch its run if the folder is empty, or a required place is ahead of it. List
+        the place's copies of the folder's run. A required place belongs to this attempt until `stack` ends; a mirror
+        belongs to the attempt that came last. `wanted`: whether this attempt may resume a run. Raises OSError; also
+        UserError and PeerLost if the place is required or may be the only one that has a copy."""
+        here, alone = Lineage.read(self.folder), not list_whole(self.checkpoints.path)
         nothing_here = alone and here is None
         with self._asking(alone=False):
             if self.required:
@@ -176,7 +179,7 @@ class SecondPlace:
         with self._asking(alone=alone):
             number, there = newest_run(self.place, names := self.place.names())
             if there is None or not wanted(there):
-                return []
+                return
             behind = self.required and not (here and here.continues(there))
             if behind and not nothing_here:  # the run continued on another machine, without what is here
                 aside = put_aside(self.folder, check=self.lease.check)
@@ -187,9 +190,11 @@ class SecondPlace:
                 there.write(self.folder, check=self.lease.check)
             run = Lineage.read(self.folder)
             for one in _copies(names, run.run) if run else []:
-                of = copies.identity_of(self.place.read_json(f"{one}/{STATE}"), step_of(Path(one)))
-                found.append([one, f"checkpoint {Path(one).name} of {self.called}", *of])
-        return found
+                record, words = self.place.read_json(f"{one}/{STATE}"), f"checkpoint {Path(one).name} of {self.called}"
+                self._listed.append(Candidate.of(Path(one), record, kind=self.kind, words=words))
+
+    def list(self) -> Iterable[Candidate]:
+        return self._listed
 
     def fetch_files(self, number: int) -> None:
         """Fetch all files but copies that owner `number` has written. Raises UserError if the disk here is full."""
@@ -201,25 +206,17 @@ class SecondPlace:
                     own.download(name, self.folder / name)
 
     @contextlib.contextmanager
-    def fetched(self, stored: str) -> Iterator[Path]:
-        """Within the block, the copy `stored` is in a folder of its own, not verified yet. Raises Damaged, and
-        UserError if the disk here is full."""
-        directory = self.checkpoints
+    def open(self, one: Candidate) -> Iterator[Path]:
+        """Raises Damaged too, and UserError if the disk here is full."""
+        directory = self.checkpoints.path
         staging = copies.staging_of(directory)
-        path = staging / Path(stored).name.rpartition("-")[0]  # its final name, because a name must have the right step
+        path = staging / f"step-{one.step:08d}"  # its final name, because a name must have the right step
         try:
             with disk_errors("checkpoint", directory), self._asking(alone=not list_whole(directory)):
-                _download(self.place, stored, path)
+                _download(self.place, one.where, path)
             yield path
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-    def keep(self, path: Path) -> str:
-        """Move the verified copy in the folder `path` of `fetched` to the run's own copies. Return its path there."""
-        with disk_errors("checkpoint", self.checkpoints):
-            kept = copies.rename(path, self.checkpoints / path.name)
-        self.log.info(f"fetched {kept.name} from {self.called}")
-        return str(kept)
 
     @contextlib.contextmanager
     def _asking(self, *, alone: bool) -> Iterator[None]:
@@ -265,18 +262,18 @@ class SecondPlace:
                 raise PeerLost(f"another attempt has continued the run on {self.place.url}")
         self._claim()
         self.lease.look()
-        copies.uploading.add(path)
+        self.checkpoints.in_use.add(path)
         try:
             self.upload_files()  # before the copy: a run that resumes from it does not write these lines again
             if path is not None:
-                self._upload_copy(path)
+                self.put(path)
         except FileNotFoundError as error:
             raise UserError(
                 f"checkpoint: {path} must stay while it is uploaded, got {reason(error)}. The same command goes on "
                 "from the newest checkpoint that is left."
             ) from None
         finally:
-            copies.uploading.discard(path)
+            self.checkpoints.in_use.discard(path)
 
     def upload_files(self) -> None:
         """Upload the files of the folder that have changed, without copies."""
@@ -293,7 +290,7 @@ class SecondPlace:
         except FileNotFoundError:  # the user has removed files meanwhile, such as those in tensorboard/: look again
             self.upload_files()
 
-    def _upload_copy(self, path: Path) -> None:
+    def put(self, path: Path) -> None:
         """Upload the copy `path`, unless the place has it, and remove all copies but the `keep` newest. A kill at any
         point leaves the earlier copies, and perhaps objects without a manifest, which a later upload removes."""
         new, names = self._folder_for(path), self.place.names()
@@ -321,7 +318,7 @@ class SecondPlace:
         names = [name for name in self.place.names()
                  if 0 < number_of(name) <= number and not name.startswith("lease/")]
         earlier = [one for one in _copies(names, self.run) if one != new]
-        named = copies.kept_steps(self.folder)
+        named = kept_steps(self.folder)
         kept = {new, *earlier[: self.options.keep - 1], *(one for one in earlier if step_of(Path(one)) in named)}
         # Everything of earlier runs, which --fresh put aside, stays
         others = {number_of(one) for one in _copies(names) if _run_of(one) != self.run}
@@ -338,7 +335,7 @@ class SecondPlace:
     def finish(self, *, stopped: bool) -> None:
         """Upload everything a last time. Wait a bounded time for a mirror."""
         # A loop that was stopped may not have noticed that its last save was published
-        self.upload_later(next(reversed(list_whole(self.checkpoints)), None) if self.required or stopped else None)
+        self.upload_later(next(reversed(list_whole(self.checkpoints.path)), None) if self.required or stopped else None)
         self.settle()
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self.options.save_timeout_s / 2)
         self._copying.join(patience_s)

@@ -58,11 +58,6 @@ class Memory:
         self._begins = dict[int, int]()
 
     @classmethod
-    def alone(cls, group: Any) -> Self:
-        """Return memory that this rank shares with no other."""
-        return cls(group, os.memfd_create("rankup-copy"), [[rank] for rank in range(group.world_size)])
-
-    @classmethod
     def shared(cls, group: Any) -> Self:
         """Return memory that the ranks of a node share, as far as they can. All ranks call this."""
         try:  # ranks in another namespace have other files under a path
@@ -134,10 +129,12 @@ class _Shipping:
         # The ranks of a node use the same file in place, or none
         named = group.gather([n for n in self.maps if not shipments[n].in_place])
         self.held = {
-            n: path for n, path in held.items()
-            if shipments[n].in_place or all(n in named[rank] for rank in memory.own)
+            n: path for n, path in held.items() if (one := shipments[n]).in_place
+            or all(n in named[rank] for rank in next(ranks for ranks in one.to if group.rank in ranks))
         }
-        memory.lay_out({n: shipments[n].part.size for n in self.mine if not shipments[n].in_place})
+        here = {*memory.own}
+        memory.lay_out({n: one.part.size for n, one in enumerate(shipments)
+                        if not one.in_place and not all(here.isdisjoint(ranks) for ranks in one.to)})
 
     def result(self) -> tuple[dict[int, Any], dict[int, str]]:
         lacking = self._read()

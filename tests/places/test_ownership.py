@@ -20,11 +20,11 @@ from rankup.errors import PeerLost, UserError
 from rankup.observe.metrics import Metrics, Position, entry
 from rankup.places.files import discard, remove_unfinished, write_json
 from rankup.places.lease import Lease, Lineage, StoreLease
-from rankup.state.choice import STORE, Candidate, in_order
-from rankup.state.copies import Damaged, find_problem, list_copies, step_of
+from rankup.state.choice import in_order
+from rankup.state.copies import Damaged, list_copies, step_of
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace
-from tests.rigs.checkpoints import fetch, load_checkpoint, save, second_place, steps
+from tests.rigs.checkpoints import fetch, find_problem, load_checkpoint, save, second_place, steps
 from tests.rigs.object_store import BUCKET, S3
 
 SEED = 20261124
@@ -211,11 +211,10 @@ class AtSecondPlace:
         with contextlib.ExitStack() as self.stack:
             if writer:
                 writer.hold(place, 60.0)
-            found = place.adopt(self.stack, wanted=lambda there: True)
+            place.adopt(self.stack, wanted=lambda there: True)
             lineage = Lineage.read(run_dir) or Lineage("run", name, "", [])
-            candidates = [Candidate(0, "", STORE, *one) for one in found]
             group: Any = SimpleNamespace(hosts=["host"])
-            for _, one in in_order(candidates, lineage, lambda other: True, group):
+            for _, one in in_order(place.list(), lineage, lambda other: True, group):
                 with contextlib.suppress(Damaged):
                     fetch(place, one.where)
                     break
@@ -331,6 +330,7 @@ def test_damaged_copy_on_a_mirror_is_not_a_failing_mirror(tmp_path: Path) -> Non
     manifest.write_text("{}")
     mirror = runs.open("next", tmp_path / "first" / "run")  # its disk has a copy too
     with contextlib.ExitStack() as stack:
-        ((stored, *_),) = mirror.adopt(stack, wanted=lambda there: True)
+        mirror.adopt(stack, wanted=lambda there: True)
+    (one,) = mirror.list()
     with pytest.raises(Damaged, match="does not match the digest"):
-        fetch(mirror, stored)
+        fetch(mirror, one.where)

@@ -12,10 +12,10 @@ import pytest
 
 from rankup.agent.leader_files import id_of
 from rankup.errors import PeerLost, UserError
-from rankup.places import place
+from rankup.places import object_store
 from rankup.places.files import staged, write_atomically
 from rankup.places.lease import Lease, StoreLease
-from rankup.places.place import Place
+from rankup.places.object_store import ObjectStore
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import fetch, save, second_place
 from tests.rigs.object_store import BUCKET, S3, Door, Request
@@ -28,7 +28,7 @@ def door(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     with s3.door() as made:
         for name, value in made.env.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(place, "FIRST_PAUSE_S", 0.02)
+        monkeypatch.setattr(object_store, "FIRST_PAUSE_S", 0.02)
         s3fs.S3FileSystem.clear_instance_cache()  # clients may know the door of an earlier test
         yield made
         s3fs.S3FileSystem.clear_instance_cache()
@@ -41,8 +41,8 @@ class Bucket:
         self.url = f"s3://{BUCKET}/{folder.name}"
         self.said: list[str] = []
 
-    def place(self, timeout_s: float = 0.0) -> Place:
-        return Place.open(self.url, warn=self.said.append, timeout_s=timeout_s)
+    def place(self, timeout_s: float = 0.0) -> ObjectStore:
+        return ObjectStore.open(self.url, warn=self.said.append, timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def bucket(door: Door, tmp_path: Path) -> Bucket:
 
 
 def test_large_file_is_uploaded_in_parts(door: Door, bucket: Bucket, tmp_path: Path) -> None:
-    content = random.Random(0).randbytes(2 * place.PART + 1)
+    content = random.Random(0).randbytes(2 * object_store.PART + 1)
     (tmp_path / "large").write_bytes(content)
     bucket.place().upload({"large": tmp_path / "large"})
     parts = sorted(request.size for request in door.seen if "partNumber" in request.query)
@@ -92,7 +92,7 @@ def test_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> 
 
 def test_only_one_of_two_creates_a_name_in_a_folder(tmp_path: Path) -> None:
     """It decides which of two nodes that are cut apart continues."""
-    one, other = (Place.open(str(tmp_path), warn=print) for _ in range(2))
+    one, other = (ObjectStore.open(str(tmp_path), warn=print) for _ in range(2))
     created = [one.create("x.json", b"1"), other.create("x.json", b"2"), one.create("x.json", b"1")]
     assert (created, one.read("x.json")) == ([True, False, True], b"1")
     (tmp_path / "x.json").write_bytes(b"")  # as while its creator is still writing it
@@ -104,14 +104,14 @@ def test_store_that_does_not_answer_is_a_lost_peer(bucket: Bucket, monkeypatch: 
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
-        monkeypatch.setattr(place, "REQUEST_S", 0.2)
+        monkeypatch.setattr(object_store, "REQUEST_S", 0.2)
         with pytest.raises(PeerLost, match="did not answer in time: write hint"):
             bucket.place(timeout_s=0.2).write("hint", b"")
 
 
 def test_missing_bucket_is_the_users_mistake(door: Door) -> None:
     with pytest.raises(UserError, match="s3://no-such-bucket/runs must be in a bucket or container that exists: "):
-        Place.open("s3://no-such-bucket/runs", warn=print, timeout_s=60).write("hint", b"")
+        ObjectStore.open("s3://no-such-bucket/runs", warn=print, timeout_s=60).write("hint", b"")
 
 
 @pytest.mark.parametrize(("url", "message"), [
@@ -123,7 +123,7 @@ def test_address_without_its_package_is_the_users_mistake(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(UserError, match=message):
-        Place.open(url, warn=print, timeout_s=0)
+        ObjectStore.open(url, warn=print, timeout_s=0)
 
 
 def lease(bucket: Bucket, attempt: str, tokens: tuple[str, str] = ("", ""), *, life_s: float = 5.0) -> StoreLease:
@@ -166,7 +166,7 @@ def test_successor_on_a_killed_attempts_disk_does_not_wait_for_its_silence(
 
 
 def test_store_without_conditional_writes_is_refused(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Place, "create", lambda self, name, content: self.write(name, content) is None)
+    monkeypatch.setattr(ObjectStore, "create", lambda self, name, content: self.write(name, content) is None)
     uses = {"run_dir": lease(bucket, "first").__enter__, "--shared-dir": lambda: asyncio.run(id_of(bucket.url))}
     for option, use in uses.items():
         with pytest.raises(UserError, match=f"^{option} must be a place with conditional writes, .*, got {bucket.url}"):

@@ -10,7 +10,7 @@ import pytest
 
 from rankup.errors import UserError
 from rankup.places.lease import Lineage
-from rankup.places.place import Place
+from rankup.places.object_store import ObjectStore
 from rankup.state.copies import Damaged
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace, _copies, newest_run
@@ -62,7 +62,7 @@ def test_store_with_copies_but_no_run_file_is_refused(url: str, tmp_path: Path) 
 @pytest.mark.parametrize("content", [json.dumps(Lineage("../..", "", "", [], 1).values()), "[" * 100_000],
                          ids=["id", "nested"])
 def test_run_file_that_is_unreadable_or_leads_out_of_its_folder_is_ignored(url: str, content: str) -> None:
-    there = Place.open(url, warn=str)
+    there = ObjectStore.open(url, warn=str)
     there.write("00000001/run.json", content.encode())
     assert newest_run(there, there.names()) == (0, None)
 
@@ -96,12 +96,12 @@ def test_changed_files_beside_the_checkpoints_are_copied(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user may remove files meanwhile, but none of a checkpoint."""
-    def upload(place: Place, files: dict[str, Path], usual: Any = Place.upload) -> None:
+    def upload(place: ObjectStore, files: dict[str, Path], usual: Any = ObjectStore.upload) -> None:
         for file in (file for file in files.values() if file.name in ("gone", "model.safetensors")):
             file.unlink()
         usual(place, files)
 
-    monkeypatch.setattr(Place, "upload", upload)
+    monkeypatch.setattr(ObjectStore, "upload", upload)
     run = tmp_path / "here" / "run"
     for name in ("metrics.jsonl", "tensorboard/events.1", "tensorboard/gone"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)

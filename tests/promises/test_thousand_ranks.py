@@ -18,8 +18,9 @@ from rankup.loop.batches import source_of
 from rankup.loop.order import InTensors
 from rankup.observe.stragglers import medians_of_others
 from rankup.places.lease import Lineage
-from rankup.state.choice import PARTS, PEER, Candidate, in_order
+from rankup.state.choice import in_order
 from rankup.state.parts import peers_of
+from rankup.state.place import PARTS, PEER, Candidate
 from tests.rigs.bare_group import group_of
 
 FEW, MANY = 256, 1024

@@ -15,6 +15,7 @@ from rankup.loop.settings import FORMAT, VERSIONS, check_record
 from rankup.observe.metrics import Position
 from rankup.state import copies, reading, tree
 from rankup.state.copies import STATE, Content, list_copies, to_json
+from rankup.state.place import Candidate, Folder
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace
 from train.config import Config
@@ -65,21 +66,30 @@ def save(
     model = {"weight": torch.full((3, 2), float(step) if value is None else value)}
     state = training_state(step, run=run, attempt=attempt, lineage=lineage)
     optimizer = {"state": {0: {"momentum_buffer": torch.ones(3)}}}
-    return copies.save(directory, files_of(state, model, optimizer), step=step, keep=keep, **more)
+    return Folder(directory, keep=keep, **more).write(step, files_of(state, model, optimizer))
 
 
 def second_place(url: str, run_dir: Path, name: str, options: Options, *, required: bool = True) -> SecondPlace:
     """Return the second place of the run in `run_dir`, for the attempt `name`, which owns its folder for ever."""
     lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, agreed=False, check=lambda: None)
     log: Any = SimpleNamespace(info=str, debug=str, warning=str)
-    return SecondPlace(url, run_dir, lease, log, options, required=required)
+    return SecondPlace(url, Folder(run_dir / "checkpoints"), lease, log, options, required=required)
 
 
 def fetch(place: SecondPlace, stored: str) -> reading.Copy:
     """Fetch a copy from a place, as a run does that resumes from it."""
-    with place.fetched(stored) as path:
+    with place.open(Candidate.of(Path(stored), {})) as path:
         copy = reading.read(path)
-        return replace(copy, path=Path(place.keep(path)))
+        return replace(copy, path=place.checkpoints.put(path))
+
+
+def find_problem(path: Path) -> str:
+    """Return why a copy is damaged, or "" if it is whole."""
+    try:
+        copies.verify(path)
+    except copies.Damaged as error:
+        return error.why
+    return ""
 
 
 def newest(directory: Path) -> tuple[int, list[str]]:

@@ -141,16 +141,16 @@ def probe_saves() -> None:
 
 def slow_save() -> None:
     """Call this first in a process whose second save must never end."""
-    from rankup.state import copies
+    from rankup.state.place import Folder
 
-    quick, calls = copies.save, []
+    quick, calls = Folder.write, []
 
     def save(*values: Any, **more: Any) -> Any:
         calls.append(1)
         time.sleep(1000 if len(calls) == 2 else 0)
         return quick(*values, **more)
 
-    copies.save = save
+    Folder.write = save
 
 
 def impatient() -> None:

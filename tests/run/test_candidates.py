@@ -13,8 +13,9 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.settings import check_record
 from rankup.places.lease import Lineage
-from rankup.state.choice import CHECKPOINT, PEER, SECOND, Candidate, found_in, in_order
-from rankup.state.memory import write_rescue
+from rankup.state.choice import SECOND, in_order
+from rankup.state.memory import list_held, write_rescue
+from rankup.state.place import CHECKPOINT, PEER, Candidate
 from rankup.state.run import Run
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
@@ -77,7 +78,7 @@ class Node:
         check = partial(_check_settings, config=Config(), group=group)
         run = Run(group, Options(check=partial(check_record, more=check)))
         run.token, run.lineage = "", known or line(0, run="new")
-        run._found = found_in(self.run_dir / "checkpoints")
+        run._found = [*run.checkpoints.list()]
         run._choose()
         return run
 
@@ -140,6 +141,14 @@ def test_newer_of_two_checkpoints_of_a_step_is_used_unless_it_is_damaged(node: N
         assert run.newest is not None
         assert run.newest.path.suffix == (".replaced" if damaged else "")
         assert run._newest_here == run.newest.path
+
+
+def test_renamed_rescue_of_another_run_is_no_damaged_copy_of_this_one(node: Node) -> None:
+    """Then this run could not begin anew."""
+    node.rescue(8, "x", run="other")
+    (path,) = list_held()
+    path.rename(path.with_name("step-00000009"))
+    assert (node.go_on(None).newest, node.said) == (None, [])
 
 
 def test_copies_of_several_runs_are_refused_if_node_0_knows_no_run(node: Node) -> None:

@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 
 from rankup.loop.settings import FORMAT
-from rankup.state.copies import find_problem, list_copies
-from tests.rigs.checkpoints import fingerprint, flip, load_checkpoint, load_newest, newest, save, steps, train
+from rankup.state.copies import list_copies
+from tests.rigs.checkpoints import (
+    find_problem,
+    fingerprint,
+    flip,
+    load_checkpoint,
+    load_newest,
+    newest,
+    save,
+    steps,
+    train,
+)
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 

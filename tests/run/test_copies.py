@@ -16,9 +16,10 @@ import torch
 from rankup.agent.logs import host_name
 from rankup.places.files import STAGING
 from rankup.state import copies as state_copies
-from rankup.state.choice import SECOND
+from rankup.state.choice import SECOND, SecondCopies
 from rankup.state.copies import STATE, to_json
-from rankup.state.saver import Options, SecondCopies
+from rankup.state.place import Folder
+from rankup.state.saver import Options, Saver
 from tests.rigs.checkpoints import SETTINGS, flip, load_checkpoint, save, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, outcome, result
@@ -181,13 +182,20 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self.said: list[str] = []
         log = SimpleNamespace(warning=self.said.append, debug=lambda text: None)
-        group: Any = SimpleNamespace(hosts=["node0", "node1"], device=torch.device("cpu"), log=log)
-        self.folder = folder / SECOND / "run"
-        self.second = SecondCopies(group, self.folder, Options())
+        group: Any = SimpleNamespace(
+            is_rank0=False, rank=1, run_dir=folder, max=int, gather=lambda value: [value], device=torch.device("cpu"),
+            log=log, watch=SimpleNamespace(enter=lambda *_, **__: None), world_size=2,
+        )
+        second = SecondCopies(group).of("run")
+        self.folder = second.path
+        self.saver = Saver(
+            group, Folder(folder / "checkpoints"), Options(sharded=False), token="it", saved=lambda step: None,
+            second=second,
+        )
 
     def save(self, step: int, *, wait: bool = False) -> None:
         tracked = {"model": {"weight": torch.full((3,), float(step))}, "optimizer": {}, "scaler": {}}
-        self.second.save(step, to_json(training_state(step)), tracked, wait=wait)
+        self.saver.save(step, lambda: to_json(training_state(step)), tracked, wait=wait)
 
 
 def test_slow_disk_skips_copies_except_the_last_and_removes_outdated_ones(
@@ -206,7 +214,7 @@ def test_slow_disk_skips_copies_except_the_last_and_removes_outdated_ones(
     writer.save(8)  # skipped, because the training does not wait
     go_on.set()
     writer.save(12, wait=True)
-    writer.second.join()
+    writer.saver.wait_for_second()
     assert (steps(writer.folder), writer.said) == ([12], [])
     assert written == {"step-00000004", "step-00000012"}
 

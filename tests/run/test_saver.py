@@ -17,7 +17,8 @@ from rankup.env.rank_env import RankEnv
 from rankup.errors import UserError
 from rankup.loop.saving import CommitLock
 from rankup.observe.metrics import Position
-from rankup.state import copies, saver
+from rankup.state import saver
+from rankup.state.place import Folder
 from rankup.state.saver import HostCopies, Options, Saver
 from tests.rigs.checkpoints import steps, train
 from tests.rigs.fork_server import Forks
@@ -123,18 +124,18 @@ def test_step_that_is_saved_again_is_written_to_another_staging_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step is saved again after its evaluation. On NFS another node may still see the first staging folder."""
-    create, names = copies.create_staging, list[str]()
+    create, names = Folder.stage, list[str]()
 
-    def noted(staging: Path) -> Path:
+    def noted(folder: Folder, staging: Path) -> Path:
         names.append(staging.name)
-        return create(staging)
+        return create(folder, staging)
 
-    monkeypatch.setattr(copies, "create_staging", noted)
+    monkeypatch.setattr(Folder, "stage", noted)
     group: Any = SimpleNamespace(rank=0, is_rank0=True, world_size=1, device=torch.device("cpu"), max=int,
                                  rank_env=RankEnv(), gather=lambda value: [value], on_rank0=lambda call: call(),
                                  watch=SimpleNamespace(enter=lambda *_, **__: None), log=SimpleNamespace(info=print))
     saver = Saver(
-        group, tmp_path, Options(), token="it", check_owner=lambda: None, saved=lambda step: None, second=None
+        group, Folder(tmp_path), Options(), token="it", saved=lambda step: None, second=None
     )
     for _ in range(2):
         saver.save(8, lambda: b'{"step": 8}', {"count": {"n": 1}})
@@ -229,19 +230,20 @@ def test_evaluation_with_workers_continues_during_a_save(forks: Forks, tmp_path:
 
 def counted_saves() -> None:
     """Preloaded. A save takes a while, and records its begin, end and thread in the file SAVES."""
-    from rankup.state import copies, saver
+    from rankup.state import saver
+    from rankup.state.place import Folder
 
-    save, file = copies.save, Path(os.environ["SAVES"])
+    save, file = Folder.write, Path(os.environ["SAVES"])
 
-    def counted(directory: Path, *values: Any, step: int, **more: Any) -> Any:
+    def counted(folder: Folder, step: int, files: Any) -> Any:
         with file.open("a") as lines:
             print("begin", step, threading.current_thread().name, file=lines, flush=True)
             time.sleep(0.1)
-            done = save(directory, *values, step=step, **more)
+            done = save(folder, step, files)
             print("end", step, threading.current_thread().name, file=lines, flush=True)
         return done
 
-    copies.save = counted
+    Folder.write = counted
     if "FREE" in os.environ:
         saver.memory_available = lambda: int(os.environ["FREE"])
 
@@ -348,7 +350,7 @@ def test_survivor_without_a_rescue_finishes_the_running_save(forks: Forks, tmp_p
 def test_steps_during_a_save_have_no_exchange_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    write, done, exchanges, saved = copies.save, threading.Event(), list[Any](), list[int]()
+    write, done, exchanges, saved = Folder.write, threading.Event(), list[Any](), list[int]()
 
     def held(*values: Any, **more: Any) -> Any:
         done.wait()
@@ -358,11 +360,11 @@ def test_steps_during_a_save_have_no_exchange_of_their_own(
         exchanges.append(value)
         return 1 if isinstance(value, int) else [value] * 3  # rank 0 is writing
 
-    monkeypatch.setattr(copies, "save", held)
+    monkeypatch.setattr(Folder, "write", held)
     group: Any = SimpleNamespace(rank=rank, is_rank0=rank == 0, world_size=3, device=torch.device("cpu"), max=exchange,
                                  gather=exchange, watch=SimpleNamespace(enter=lambda *_, **__: None))
     options = Options(sharded=False)
-    saver = Saver(group, tmp_path, options, token="it", check_owner=lambda: None, saved=saved.append, second=None)
+    saver = Saver(group, Folder(tmp_path), options, token="it", saved=saved.append, second=None)
     saver.save(8, lambda: b'{"step": 8}', {"count": {"n": 1}})
     exchanges.clear()
     for _ in range(5):
@@ -395,7 +397,7 @@ def test_sharded_save_is_published_soon_after_all_ranks_have_written_without_an_
                                  on_rank0=lambda call: call(), watch=SimpleNamespace(enter=lambda *_, **__: None),
                                  rank_env=SimpleNamespace(local_world_size=1), log=SimpleNamespace(info=print))
     saver = Saver(
-        group, tmp_path, Options(), token="it", check_owner=lambda: None, saved=saved.append, second=None
+        group, Folder(tmp_path), Options(), token="it", saved=saved.append, second=None
     )
     saver.save(8, lambda: b'{"step": 8}', {"count": {"n": torch.zeros(1)}})
     saver.writing.join()  # this rank has written its part

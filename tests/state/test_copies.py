@@ -16,10 +16,10 @@ import torch
 
 from rankup.errors import UserError
 from rankup.places.files import remove_unfinished
-from rankup.state import copies
-from rankup.state.copies import find_problem
+from rankup.state import copies, place
+from rankup.state.place import Folder
 from rankup.state.tree import TensorFile
-from tests.rigs.checkpoints import flip, load_newest, newest, save, steps, train
+from tests.rigs.checkpoints import find_problem, flip, load_newest, newest, save, steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 from tests.rigs.small_filesystems import small_disk
@@ -91,12 +91,12 @@ def test_rescue_that_threads_write_has_the_files_of_a_checkpoint(
 ) -> None:
     """Pieces begin and end anywhere in the tensors."""
     monkeypatch.setattr(copies, "PIECE", 1000)
-    monkeypatch.setattr(copies, "cpu_quota", lambda: 4.0)
+    monkeypatch.setattr("rankup.state.place.cpu_quota", lambda: 4.0)
     tensors = {"a": torch.rand(9), "b": torch.rand(7000), "c": torch.rand(333)}
     content = {"state.json": b'{"step": 1}', "empty.bin": b"", "exact.bin": bytes(2000),
                "model.safetensors": TensorFile(tensors)}
-    one = copies.save(tmp_path / "one", content, step=1, keep=1)
-    other = copies.save(tmp_path / "other", content, step=1, keep=1, sync=False)
+    one = Folder(tmp_path / "one").write(1, content)
+    other = Folder(tmp_path / "other", durable=False).write(1, content)
     assert {path.name: path.read_bytes() for path in one.iterdir()} == {
         path.name: path.read_bytes() for path in other.iterdir()
     }
@@ -153,7 +153,7 @@ CALLS = {
     "mkdir": (Path, "mkdir", ".writing-"),
     "write": (copies, "write_durably", "model.safetensors"),
     "last write": (copies, "write_durably", "manifest.json"),
-    "sync": (copies, "_sync", ".writing-"),
+    "sync": (place, "_sync", ".writing-"),
     "rename": (Path, "rename", ".writing-"),
 }
 

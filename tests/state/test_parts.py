@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 
 from rankup.errors import UserError
 from rankup.state import parts as state_parts
-from rankup.state.choice import Candidate, distinct, held_by
+from rankup.state.choice import NodeMemory, distinct
 from rankup.state.copies import Damaged, list_copies, to_json
 from rankup.state.memory import node_id
-from rankup.state.parts import Parts, load_parts, peers_of
-from rankup.state.reading import Copy
+from rankup.state.parts import Parts, peers_of
+from rankup.state.place import Candidate
+from rankup.state.reading import Copy, load
 from rankup.state.saver import HostCopies, Options
 from tests.rigs.checkpoints import damage, training_state
 from tests.rigs.thread_ranks import Ranks
@@ -51,11 +53,11 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
     """Return the newest step that all ranks resume, and their weights."""
 
     def work(group: Any) -> Copy | None:
-        listed = group.gather([*held_by(group, Path("nowhere"), Options())])
-        found = [Candidate(rank, node_id(), *values) for rank, each in enumerate(listed) for values in each]
+        own = [replace(one, rank=group.rank, node=node_id()) for one in NodeMemory(group, Options()).list()]
+        found = [Candidate(**values) for each in group.gather([asdict(one) for one in own]) for values in each]
         for one in sorted(distinct(found, RANKS), key=lambda one: -one.step):
             with contextlib.suppress(Damaged):
-                return load_parts(one.parts, group)
+                return load(group, one)
         return None
 
     copies = ranks.each(work)

@@ -15,9 +15,9 @@ from torch import nn
 
 from rankup import cli
 from rankup.errors import UserError
-from rankup.state.copies import find_problem, list_copies
+from rankup.state.copies import list_copies
 from rankup.state.tree import TensorFile
-from tests.rigs.checkpoints import fingerprint, flip, load_checkpoint
+from tests.rigs.checkpoints import find_problem, fingerprint, flip, load_checkpoint
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 from train.run import weights

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rankup.state import copies, reading, shipping
-from rankup.state.copies import Damaged, no_check
+from rankup.state.copies import Damaged
+from rankup.state.place import Candidate, Folder
 from rankup.state.tree import encode
 from rankup.state.tree import files_of as files_of_tree
 from tests.rigs.checkpoints import damage, training_state
@@ -32,7 +33,7 @@ def save(folder: Path, *, weight: torch.Tensor, number: int = 0) -> Path:
     """Save a copy. Its tensors are equal for each `number`, and its tree differs, like those of two ranks' rescues."""
     tracked = {"model": {"weight": weight}, "empty": {}, "loaders": {f"rank {number}": number}}
     content = files_of_tree(*encode(tracked)) | {copies.STATE: copies.to_json(training_state(7))}
-    return copies.save(folder, content, step=7, keep=9)
+    return Folder(folder, keep=9).write(7, content)
 
 
 def load(ranks: Ranks, nodes: list[int], paths: list[list[Path]], source: int, patch: pytest.MonkeyPatch) -> list[Any]:
@@ -47,8 +48,7 @@ def load(ranks: Ranks, nodes: list[int], paths: list[list[Path]], source: int, p
 
     def work(group: Any) -> Any:
         try:
-            copy = reading.load(group, lambda: folders[source][0], source=source, check=no_check,
-                                others=folders[group.rank])
+            copy = reading.load(group, Candidate(source, where=str(folders[source][0])), others=folders[group.rank])
         except Damaged as error:
             return error.why
         return copy.tracked["model"]["weight"], copy.tracked["loaders"]
@@ -155,14 +155,14 @@ def test_file_in_use_may_go_as_soon_as_one_rank_is_done(
 
     def work(group: Any) -> bytes:
         if group.rank == 0:
-            memory = shipping.Memory.alone(group)
+            memory = shipping.Memory(group, os.memfd_create("own"), [[0], [1]])
             found, problems = shipping.ship(group, shipments, memory)
             shutil.rmtree(path)
             gone.set()
         else:
             gather, left = group.gather, iter(range(exchanges))
             group.gather = lambda value: (gather(value), next(left, None) is None and gone.wait(60))[0]
-            memory = shipping.Memory.alone(group)
+            memory = shipping.Memory(group, os.memfd_create("own"), [[0], [1]])
             found, problems = shipping.ship(group, shipments, memory)
         memory.close()
         return bytes(found[0]) if not problems else repr(problems).encode()

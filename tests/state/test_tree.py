@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rankup.errors import UserError
-from rankup.state import copies
+from rankup.state.copies import MANIFEST
+from rankup.state.place import Folder
 from rankup.state.reading import CopyFiles
 from rankup.state.tree import decode, encode, files_of
 from tests.rigs.checkpoints import damage, load_newest, save
@@ -23,7 +24,7 @@ from tests.rigs.checkpoints import damage, load_newest, save
 
 def back(**tracked: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        path = copies.save(Path(folder), files_of(*encode(tracked)), step=1, keep=1)
+        path = Folder(Path(folder)).write(1, files_of(*encode(tracked)))
         return CopyFiles({file.name: bytearray(file.read_bytes()) for file in path.iterdir()}).read_all()
 
 
@@ -179,6 +180,6 @@ def test_thousand_damaged_copies_load_nothing_wrong(tmp_path: Path) -> None:
             assert len(said) == 1, where
             assert "\n" not in said[0], where
         else:  # the manifest's text around digests, such as blanks, may differ
-            assert not changed or name == copies.MANIFEST, where
+            assert not changed or name == MANIFEST, where
         counts[found.step] += 1
     assert counts[10] > 800, counts

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class ObjectStore:
     """The objects below `url`. Every method raises UserError if the place refuses (no such bucket, denied, full). It
     raises PeerLost if the place still fails at `until_s`, because a later attempt may succeed."""
 
