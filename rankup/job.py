@@ -97,14 +97,14 @@ def init(
     """
     task = array_task(os.environ) if seed is None else None
     seed = seed if seed is not None else task or 0
-    may_change = sorted({*may_change})
     given = {name: value for name, value in locals().items() if name not in OWN}
     named, program, interactive = os.fspath(run), Program(), is_interactive()
     handler = ExitHandler(program, interactive=interactive)
     program.stop.install(interrupts=interactive)
     program.read_rank()
-    settings = settings_of(settings or {})
     check_options({**given, "on_end": on_end})
+    may_change = given["may_change"] = sorted({*map(str, may_change)})
+    settings = settings_of({} if settings is None else settings)
     need("rankup.init", "numpy", "safetensors", *(["tensorboard"] if tensorboard else []))
     told = (program.rank_env.agent or {}).get("run", {})  # the run of `launch`
     run, address = _place_of(named or told.get("place") or f"runs/{script_name()}")
@@ -181,6 +181,9 @@ def check_options(given: dict[str, Any]) -> None:
             raise UserError(f"rankup.init: {name} must be one of {', '.join(known)}, got {given[name]}.")
     if not isinstance(given["on_end"], str):
         raise UserError(f"rankup.init: on_end must be a shell command, got {given['on_end']!r}.")
+    may_change = given["may_change"]
+    if isinstance(may_change, str) or not isinstance(may_change, Collection):
+        raise UserError(f'rankup.init: may_change must be a set of names, got {may_change!r}. Write {{"lr"}}.')
     for name in ("store", "mirror"):
         if secrets_in(given[name]):
             raise UserError(must_hold_no_secrets(f"rankup.init: {name}"))
@@ -320,8 +323,12 @@ class ExitHandler:
                 said = getattr(sys, "last_value", None)  # `sys.exit("text")` of a forked rank, or a notebook's error
                 if isinstance(said, SystemExit) and isinstance(said.code, int):
                     raise said  # its code is that of this process
-                text = f": {said}" if isinstance(said, SystemExit) else ""
-                raise RuntimeError(f"the script ended without job.finish(){text}")
+                if isinstance(said, SystemExit):
+                    raise RuntimeError(f"the script ended without job.finish(): {said}")
+                raise UserError(
+                    "the script must end its loop over job.epochs or job.steps, or call job.finish, got an end without "
+                    "either. job.end(why) ends a run early."
+                )
             self.job.finish()
         except BaseException as error:
             self.leave(error)

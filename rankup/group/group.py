@@ -170,13 +170,18 @@ class Group:
 
     def gather_apart(self, value: Any, *, call: str, remedy: str) -> list[Any]:
         """As `gather`, for a call in the user's program that some ranks may leave out. The values travel through
-        torch's store, because a collective would meet another collective of those ranks. If some ranks wait in another
-        call, this raises UserError: `call` must be on all ranks, and `remedy`."""
+        torch's store, because a collective would meet another collective of those ranks. If some ranks are in another
+        call, this raises UserError: `call` must be on all ranks, and `remedy`. `call` begins with its name and ":"."""
         if self.world_size == 1:
             return [json.loads(json.dumps(value))]
+
+        def left_out(where: str) -> UserError:
+            own = f"rank {self.rank} ({self.hosts[self.rank]})"
+            return UserError(f"{call} on all ranks, got a call on {own} while {where}. {remedy}")
+
         self._calls += 1
         key, before = f"rankup/{self._calls}", f"rankup/{self._calls - 1}"
-        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        self.store.set(f"{key}/{self.rank}", json.dumps([call, value]))
         number = self.store.add(key, 1)
         if number == self.world_size:
             parts = [f"{key}/{rank}" for rank in range(self.world_size)]
@@ -191,14 +196,14 @@ class Group:
             if number == 1 and time.monotonic() > look_s:  # the first rank asks for all that wait here
                 earlier, stuck = stuck, self._left_out()
                 if stuck and stuck == earlier:
-                    raise UserError(
-                        f"{call} on all ranks, got a call on rank {self.rank} ({self.hosts[self.rank]}) while {stuck}. "
-                        f"{remedy}"
-                    )
+                    raise left_out(stuck)
                 look_s = time.monotonic() + UNEVEN_S
         self.record.waiting = False
         found: list[Any] = json.loads(self.store.get(f"{key}/all"))
-        return found
+        for rank, (other, _) in enumerate(found):
+            if other != call:
+                raise left_out(f"rank {rank} ({self.hosts[rank]}) calls {other.partition(':')[0]}")
+        return [each for _, each in found]
 
     def _left_out(self) -> str:
         """Return which rank waits elsewhere while this rank is in `gather_apart`, "" if any rank may still come."""

@@ -1,6 +1,9 @@
 """What may change when a run resumes: the settings that the user gave to `rankup.init`, and the options of optimizers
 and schedulers. Each copy holds both, as they were when the run began."""
 
+import argparse
+import dataclasses
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -11,40 +14,67 @@ import torch
 from rankup.errors import UserError
 from rankup.urls import must_hold_no_secrets, secrets_in
 
-SECRET = re.compile(r"(^|_)(password|passwd|secret|token|api_?key|access_?key)$", re.IGNORECASE)
+SECRET = re.compile(r"(^|[_-])(password|passwd|secret|token|(api|access|secret|private)[_-]?key)$", re.IGNORECASE)
 ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # in the text of an object that has none of its own
 NOTHING = "nothing"
 
 
 def plain(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Return `value` as JSON gives it back. Sets are sorted, functions and classes become their names, and tensors
-    lists; of another object keep what `other` returns."""
+    """Return `value` as JSON gives it back. Sets are sorted, functions and classes become their names, tensors
+    and arrays lists, and nested settings dicts; of another object keep what `other` returns."""
     def known(value: Any) -> Any:
         if isinstance(value, set | frozenset):
             return sorted(value, key=str)
-        if isinstance(value, torch.Tensor):
+        if hasattr(value, "tolist"):
             return value.tolist()
+        if isinstance(value, Mapping | argparse.Namespace) or dataclasses.is_dataclass(value):
+            return _by_name(value)
         return getattr(value, "__qualname__", None) or other(value)
 
     return json.loads(json.dumps(value, default=known))
+
+
+def _by_name(given: Any) -> dict[str, Any]:
+    """Return the settings in a dict, an object or a class. Values of an object's class count too."""
+    if isinstance(given, Mapping):
+        return {str(name): value for name, value in given.items()}
+    kind = given if isinstance(given, type) else type(given)
+    members = [(name, value) for each in kind.__mro__ for name, value in vars(each).items()]
+    names = [name for name, value in members if inspect.ismemberdescriptor(value) or not hasattr(value, "__get__")]
+    names += [] if kind is given else getattr(given, "__dict__", {})
+    return {name: getattr(given, name) for name in names if not name.startswith("_")}
+
+
+def _without_secrets(name: str, value: Any) -> Any:
+    """Return a JSON value with *** for passwords and keys, at any depth. Raises UserError for an address with one."""
+    if SECRET.search(name) and value not in (None, ""):
+        return "***"
+    if isinstance(value, dict):
+        return {key: _without_secrets(key, each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(name, each) for each in value]
+    if isinstance(value, str) and secrets_in(value):
+        raise UserError(must_hold_no_secrets(f"settings: {name}"))
+    return value
 
 
 def settings_of(given: Any) -> dict[str, Any]:
     """Return the settings that a run keeps. `given`: a dict, or an object with attributes, such as argparse's
     Namespace. A password or key is kept as ***. Raises UserError for a value that can't be compared, or that holds a
     secret."""
-    found = {}
-    for name, value in sorted((given if isinstance(given, Mapping) else vars(given)).items()):
+    found, named = {}, _by_name(given)
+    if not named and not isinstance(given, Mapping):
+        raise UserError(f"settings must be a dict, or an object with attributes, got {given!r:.80}. Give vars(args).")
+    for name, value in sorted(named.items()):
         if name == "local_rank":  # torch.distributed.launch gives each rank another one
             continue
         try:
-            found[name] = kept = "***" if value and SECRET.search(name) else plain(value, str)
+            kept = plain(value, str)
         except (TypeError, ValueError):
             kept = ADDRESS
         if kept is ADDRESS or ADDRESS.search(json.dumps(kept)):
-            raise UserError(f"settings: {name} must be a number, text, list or dict, got {value!r}. Leave it out.")
-        if isinstance(kept, str) and secrets_in(kept):
-            raise UserError(must_hold_no_secrets(f"settings: {name}"))
+            raise UserError(f"settings: {name} must be a number, text, list or dict, got {value!r:.200}. Leave it out.")
+        found[name] = _without_secrets(name, kept)
     return found
 
 
@@ -54,7 +84,7 @@ def as_yaml(settings: Mapping[str, Any]) -> str:
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Return by name what differs: "lr was 0.1, is 0.2"."""
-    texts = [{name: json.dumps(value) for name, value in each.items()} for each in (before, now)]
+    texts = [{name: json.dumps(value, sort_keys=True) for name, value in each.items()} for each in (before, now)]
     return {
         name: f"{name} was {old}, is {new}" for name in sorted({*before, *now})
         if (old := texts[0].get(name, NOTHING)) != (new := texts[1].get(name, NOTHING))

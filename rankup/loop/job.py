@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from os import PathLike
 from typing import Any
 
 import torch
@@ -47,6 +48,9 @@ class Job(TrainingLoop):
         loaded, without the prefixes of DDP and torch.compile; a line names each tensor that keeps its value. `where`:
         what messages begin with. Raises UserError on all ranks if nothing fits, or if the file can't be read.
         """
+        if not (isinstance(place, str | PathLike) and isinstance(module, nn.Module)):
+            kinds = f"{type(place).__name__} and {type(module).__name__}"
+            raise UserError(f"start_from: it must have a path or address and then a module, got {kinds}.")
         if self.tracked.items:
             raise UserError("start_from: it must be called before job.track, got a later call. Move the call up.")
         if self.run.newest is None or FROZEN in self.run.newest.tracked:
@@ -117,6 +121,19 @@ class Job(TrainingLoop):
                 self.tracked.commit()
         self._step.inside = False
 
+    def save(self, *, wait: bool = False) -> None:
+        """Save a copy of the last commit, unless the newest copy already has it. All ranks call this at the same step.
+
+        A thread writes the copy while training continues; with `wait`, the call returns once the copy is complete.
+        Raises UserError inside `job.step`, if other ranks go on without this call or if the disk is full, and PeerLost
+        if another attempt has taken the run.
+        """
+        if self._step.inside:  # changes inside the block belong to no finished step yet
+            raise UserError("save: it must be called outside job.step and job.change, got a call inside. Move it out.")
+        self.begin()
+        self._together("save", "wait" if wait else "")
+        self.save_copy(wait=wait)
+
     def keep(self, name: str) -> None:
         """Save a copy of the last commit, unless the newest copy already has it, and keep that copy under `name` until
         this call gives the name to another one. It does not count for `keep` of `rankup.init`. `rankup export RUN FILE
@@ -125,9 +142,15 @@ class Job(TrainingLoop):
         Call it before `job.change` notes that this is the best state: if the process is killed in between, a resumed
         run repeats both. Raises UserError as `save` does, for a name like that of a copy, and if nothing is tracked.
         """
-        if not re.fullmatch(r"[A-Za-z][\w-]*", name) or name.startswith("step-") or not self.tracked.items:
+        fits = isinstance(name, str) and re.fullmatch(r"(?!step-)[A-Za-z][\w-]*", name)
+        if not fits or not self.tracked.items:
             raise UserError(f"keep: it needs a word as name, and tracked objects, got {name!r}. Call job.track before.")
-        self.save()
+        if self._step.inside:
+            raise UserError("keep: it must be called outside job.step and job.change, got a call inside. Move it out.")
+        self.begin()
+        self._say_if_behind("keep")
+        self._together("keep", name)
+        self.save_copy()
         self.run.wait()
         self.group.on_rank0(lambda: self.run.keep(name, self.position.step))
         self.enter_step()
@@ -141,15 +164,32 @@ class Job(TrainingLoop):
         if self._step.inside or not why:
             raise UserError("end: it must have a reason, and come after the block of job.step. Move it out.")
         self.begin()
-        calls = self.group.gather_apart(
-            [self.position.step, why], call="end: job.end must be called",
-            remedy="Decide alike on all ranks, from what job.log returns: it is equal on all of them.",
-        )
-        if any(call != calls[0] for call in calls):
-            raise UserError(f"end: the step and the reason must be the same on all ranks, got {calls}.")
+        self._say_if_behind("end")
+        self._together("end", why)
         with self.commit_lock:
             self.position.ended = why
         self.group.log.info(f"job.end ends the run after {self.position.step} steps: {why}")
+
+    def _together(self, call: str, said: str) -> None:
+        """Raise UserError if other ranks go on without this call of the user's program, or call it otherwise."""
+        calls = self.group.gather_apart(
+            [self.position.step, said], call=f"{call}: job.{call} must be called", remedy="Call it on all ranks, not "
+            "below `if job.is_main`, and decide alike, from what job.log returns: it is equal on all of them.",
+        )
+        if any(each != calls[0] for each in calls):
+            raise UserError(f"{call}: the step and the argument must be the same on all ranks, got {calls}.")
+
+    def _say_if_behind(self, call: str) -> None:
+        """Warn once of a call in the body of a loop after the body's step."""
+        loop = self.loop
+        behind = loop.running and self.position.step > loop.began_at and not self._step.inside
+        if behind and self.is_main and not loop.behind_said:
+            loop.behind_said = True
+            self.group.log.warning(
+                f"{call}: job.{call} comes after job.step in the body of the loop. If a rank is killed in between, "
+                "a resume begins with the next batch, and this call is lost. Call it above the forward pass, or after "
+                "the loop"
+            )
 
     @contextlib.contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
@@ -178,6 +218,7 @@ class Job(TrainingLoop):
         or at another step, for a value that is no number, or if the disk is full.
         """
         self.begin()
+        self._say_if_behind("log")
         reduced, position = self.reporting.reduced(values, prefix=prefix), self.position
         named = {f"{prefix}/{name}": value for name, value in reduced.items()}
         earlier = (position.metrics or {}) if position.evaluated == position.step else {}
@@ -189,6 +230,7 @@ class Job(TrainingLoop):
     def gather(self, value: Any) -> list[Any]:
         """Return the list of every rank's `value`, by rank. All ranks call this. A value consists of numbers, strings,
         tensors of any shape, and lists and dicts of these. Tensors arrive on the CPU."""
+        self._together("gather", "")
         return self.group.gather_tensors(value)
 
     def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> None:
@@ -211,7 +253,8 @@ class Job(TrainingLoop):
         if not finished:
             self.begin()
             self.group.watch.end_steps()
-            self.save(wait=True)
+            self._together("finish", "")
+            self.save_copy(wait=True)
         self.group.watch.enter("end", self.settings.save_timeout_s, step=self.position.step)
         if self._exit_handler is not None:
             if not finished:  # the result shows a later start that the run has finished

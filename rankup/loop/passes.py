@@ -287,7 +287,7 @@ class Batches:
             return None
         batch, self._weight, trace, self.source.state = found
         loop.weight = loop.batch_weight = self._weight
-        loop.fetched += 1
+        loop.fetched, loop.began_at = loop.fetched + 1, job.position.step
         job.group.record.batches += 1
         job.reseed()
         return batch, trace

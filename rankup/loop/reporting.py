@@ -92,7 +92,7 @@ class Reporting:
     def reduced(self, values: dict[str, Any], *, prefix: str) -> dict[str, float]:
         """Return `values` reduced over all ranks, see `Job.log`. All ranks call this."""
         position, group = self._position, self.group
-        if not re.fullmatch(r"[A-Za-z]\w*", prefix) or prefix in ("train", "job"):
+        if not re.fullmatch(r"[A-Za-z]\w*", str(prefix)) or prefix in ("train", "job"):
             raise UserError(
                 f'log: prefix must be a word other than "train" and "job", got "{prefix}". Name the set, such as test.'
             )
@@ -156,5 +156,5 @@ def number_of(where: str, value: Any) -> float:
         raise UserError(f"{where} must be a number, got a tensor of shape {[*value.shape]}. Take its mean.")
     try:
         return float(value.detach() if tensor else value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is of a complex tensor
         raise UserError(f"{where} must be a number, got {type(value).__name__}. Leave it out.") from None

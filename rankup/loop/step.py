@@ -91,6 +91,6 @@ class Step:
         if every is None:
             every = 0 if self._loop.has_epochs else WITHOUT_EPOCHS
         if every and step % every == 0:
-            job.save()
+            job.save_copy()
         if not self._loop.running:
             job.stop_if_asked()

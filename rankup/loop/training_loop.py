@@ -77,14 +77,8 @@ class TrainingLoop:
             "track: the names", ", ".join(names) or "none", remedy="All ranks must track the same objects."
         )
 
-    def save(self, *, wait: bool = False) -> None:
-        """Save a copy of the last commit, unless the newest copy already has it. All ranks call this at the same step.
-
-        A thread writes the copy while training continues; with `wait`, the call returns once the copy is complete.
-        Raises UserError inside `job.step` or if the disk is full, and PeerLost if another attempt has taken the run.
-        """
-        if self._step.inside:  # changes inside the block belong to no finished step yet
-            raise UserError("save: it must be called outside job.step and job.change, got a call inside. Move it out.")
+    def save_copy(self, *, wait: bool = False) -> None:
+        """Save as `Job.save` does, where the ranks are known to be at the same step."""
         self.begin()
         if self.saving.save(wait=wait):
             self.enter_step()
@@ -113,7 +107,7 @@ class TrainingLoop:
                 with self.commit_lock:
                     self.commit()
             if self.settings.save_every_steps is None:
-                self.save()
+                self.save_copy()
         self.loop_is_over = True
 
     def steps(self, total: int) -> Iterator[int]:
@@ -133,7 +127,7 @@ class TrainingLoop:
                 self.stop_if_asked()
                 if step == before:  # the body did not enter job.step, and would otherwise loop forever
                     self.tracked.check_unchanged()
-                before = step
+                before = self.loop.began_at = step
                 self.reseed()  # a resume does not repeat what the last pass drew after its step, as in an evaluation
                 yield step
         finally:
@@ -294,6 +288,6 @@ class TrainingLoop:
     def save_and_stop(self) -> Stopped:
         """Save, and return the error to raise. All ranks call this at the same step."""
         self.group.watch.end_steps()
-        self.save(wait=True)
+        self.save_copy(wait=True)
         return Stopped(self.saving.stopped())
 

@@ -105,12 +105,92 @@ def test_end_leaves_each_kind_of_loop_after_the_same_step(loop: str, steps: int,
     assert sorted(re.findall(r"behind (\d) \{'n': (\d+)\}", output)) == [("0", str(steps)), ("1", str(steps))]
 
 
+STOPS_EARLY = """
+import os, signal, torch, rankup
+from torch.nn.parallel import DistributedDataParallel
+
+job = rankup.init("run", tensorboard=False, log_every_steps=1)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+job.track(model=model, sgd=sgd)
+
+def die(where):
+    if f"{job.rank}:{job.step_number}:{where}" == os.environ.get("DIE") and not os.path.exists("died"):
+        open("died", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def look():
+    die("look")
+    if job.step_number in (4, 6):
+        over = job.log(loss=job.step_number)["loss"] == 6
+        if over:
+            job.end("early stop")
+        return over
+
+data = torch.utils.data.DataLoader(torch.arange(40.0).reshape(10, 4) / 40, batch_size=2)
+LOOP
+    if "ABOVE" in os.environ and look():
+        break
+    x = next(batches) if "batches" in globals() else x
+    loss = model(x).square().mean()
+    sgd.zero_grad()
+    loss.backward()
+    with job.step():
+        sgd.step()
+    if "ABOVE" not in os.environ:
+        look()
+if job.is_main:
+    print("digest", model.module.weight.tolist())
+job.finish()
+"""
+LOOPS = [
+    "for x in job.batches([torch.full((2, 4), n / 9) for n in range(9)]):",
+    "batches = job.cycle(data)\nfor _ in job.steps(9):",
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_end_above_the_step_is_exact_and_one_behind_it_is_said(loop: str, forks: Forks, tmp_path: Path) -> None:
+    """If a rank is killed between its step and the code behind it, a resume begins with the next batch."""
+    warning = "job.log comes after job.step in the body of the loop"
+    digests = []
+    for name, env in (
+        ("above", {"ABOVE": "1"}), ("killed", {"ABOVE": "1", "DIE": "1:6:look"}),
+        ("behind", {}), ("lost", {"DIE": "1:6:look"}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "script.py").write_text(STOPS_EARLY.replace("LOOP", loop))
+        output = forks.ends("launch", "--nproc=2", "script.py", cwds=[tmp_path / name], env=env)
+        assert ("no finished step was lost" in output) == ("DIE" in env)
+        assert output.count(warning) == (0 if "ABOVE" in env else 1), output
+        digests.append(said(output))
+    assert digests[0] == digests[1] == digests[2] != digests[3]
+    assert result(tmp_path / "killed" / "run")["step"] == 6
+
+
+@pytest.mark.parametrize("call", ["save()", "keep('best')", "gather(1)", "finish()"])
+def test_call_of_one_rank_alone_is_refused(call: str, forks: Forks, tmp_path: Path) -> None:
+    text = (
+        "import rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\nfor _ in job.epochs(2):\n"
+        "    for x in job.batches([1] * 4):\n        with job.step():\n            count['n'] += 1\n"
+        f"    if job.rank == 1 and job.epoch:\n        job.{call}\njob.finish()\n"
+    )
+    output = ran(forks, tmp_path, text, ranks=2, code=2)
+    name = call.partition("(")[0]
+    assert f"error: {name}: job.{name} must be called on all ranks, got a call on rank 1" in output
+
+
 @pytest.mark.parametrize(("call", "why"), [
+    ("job.keep(None)", "keep: it needs a word as name, and tracked objects, got None"),
+    ("job.keep(f'rank{job.rank}')", "keep: the step and the argument must be the same on all ranks"),
+    ("job.start_from(3, torch.nn.Linear(1, 1))", "start_from: it must have a path or address and then a module, got"),
     ("job.keep('step-1')", "keep: it needs a word as name, and tracked objects, got 'step-1'"),
-    ("job.end(f'rank {job.rank}')", "end: the step and the reason must be the same on all ranks"),
+    ("job.end(f'rank {job.rank}')", "end: the step and the argument must be the same on all ranks"),
     ("job.end('x')\nwith job.step():\n    pass", "step: it must come before job.end"),
     ("if job.is_main:\n    job.end('x')", "end: job.end must be called on all ranks, got a call on rank 0"),
 ])
 def test_keep_and_end_that_cannot_work_are_refused(call: str, why: str, forks: Forks, tmp_path: Path) -> None:
-    text = f"import rankup\njob, count = rankup.init('run'), {{'n': 0}}\njob.track(count=count)\n{call}\njob.finish()\n"
+    text = "import rankup, torch\njob, count = rankup.init('run'), {'n': 0}\n"
+    text += "" if "start_from" in call else "job.track(count=count)\n"
+    text += f"{call}\njob.finish()\n"
     assert why in ran(forks, tmp_path, text, ranks=2, code=2)

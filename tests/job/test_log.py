@@ -93,6 +93,9 @@ job.finish()
 
 @pytest.mark.parametrize(("call", "why"), [
     ("job.log(prefix='train', x=1)", 'prefix must be a word other than "train" and "job", got "train"'),
+    ("job.log(prefix=3, x=1)", 'prefix must be a word other than "train" and "job", got "3"'),
+    ("job.log(x=10**400)", "job.log: x must be a number, got int"),
+    ("import torch\njob.log(x=torch.tensor(1j))", "job.log: x must be a number, got Tensor"),
     ("job.log(**{f'x{job.rank}': 1})", "the names must be the same on all ranks, got [0, 'eval'] ['x0'] on rank 0"),
     ("job.log(x=(1, 2) if job.rank else 1)", "each as a number or as a pair"),
     ("job.log(x=(1, 2, 3))", "job.log: x must be a number, got tuple"),

@@ -1,11 +1,15 @@
 """Settings of a run: a resume with others is refused, or they are really in effect. So are options of optimizers."""
 
+import argparse
 import json
 import re
 import signal
+import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
@@ -102,6 +106,11 @@ def test_changed_option_without_a_changed_setting_is_said_and_not_applied(forks:
     ("settings={'model': object()}", "settings: model must be a number, text, list or dict, got <object"),
     ("settings={'data': 's3://key:word@b/x'}", "settings: data must be an address without user"),
     ("store='s3://key:word@b/x'", "rankup.init: store must be an address without user"),
+    ("settings={'data': {'x': ['s3://key:word@b/x']}}", "settings: x must be an address without user"),
+    ("settings=[1]", "settings must be a dict, or an object with attributes, got [1]. Give vars(args)."),
+    ("settings={'text': {(1, 2): 3}}", "settings: text must be a number, text, list or dict, got {(1, 2): 3}"),
+    ("may_change='lr'", "rankup.init: may_change must be a set of names, got 'lr'. Write {\"lr\"}."),
+    ("may_change=None", "rankup.init: may_change must be a set of names, got None"),
     ("tracker='wandbb'", "rankup.init: tracker must be one of none, mlflow, wandb, got wandbb"),
     ("save='asink'", "rankup.init: save must be one of auto, sync, got asink"),
 ])
@@ -127,6 +136,41 @@ def test_settings_are_compared_by_what_they_say() -> None:
     assert differing({"a": 1, "b": None}, {"a": 1, "b": 0, "c": "x"}) == {
         "b": "b was null, is 0", "c": 'c was nothing, is "x"'
     }
+
+
+class Plain:
+    lr, _hidden = 0.1, 2
+
+    def __init__(self) -> None:
+        self.name = "x"
+
+    @property
+    def half(self) -> float:
+        return self.lr / 2
+
+
+@dataclass(slots=True)
+class Slots:
+    lr: float = 0.1
+    name: str = "x"
+
+
+@pytest.mark.parametrize("given", [
+    {"name": "x", "lr": 0.1}, Plain(), Slots(), types.MappingProxyType({"name": "x", "lr": np.float64(0.1)}),
+    argparse.Namespace(lr=0.1, name="x"), type("Config", (), {"lr": 0.1, "name": "x"}),
+])
+def test_settings_in_any_object_are_kept_with_those_of_its_class(given: Any) -> None:
+    assert settings_of(given) == {"lr": 0.1, "name": "x"}
+    nested = {"slots": Slots(), "proxy": types.MappingProxyType({"a": 1}), 3: np.arange(2)}
+    assert settings_of(nested) == {"3": [0, 1], "proxy": {"a": 1}, "slots": {"lr": 0.1, "name": "x"}}
+
+
+def test_nested_settings_keep_no_secret_and_are_compared_in_any_order() -> None:
+    nested = {"db": {"password": "swordfish", "user": "x"}, "logins": [argparse.Namespace(api_key="swordfish")]}
+    found = settings_of({"wandb-token": "swordfish", **nested})
+    assert "swordfish" not in str(found)
+    assert found["db"] == {"password": "***", "user": "x"}
+    assert not differing(settings_of({"m": {"a": 1, "b": 2}}), settings_of({"m": {"b": 2, "a": 1}}))
 
 
 def made(lr: float, make: Any) -> tuple[Any, Any]:
