@@ -45,8 +45,8 @@ log = logging.getLogger("rankup")
 OWN = ("run", "device", "task", "settings", "on_end")  # names in `init` that may differ between ranks
 PID = os.getpid()  # a rank that is forked later is not interactive
 HASHES = (
-    "PYTHONHASHSEED is not set: a set of texts has another order on each rank and after each start. If numbers come "
-    "from that order, such as those of classes, sort it, or start with PYTHONHASHSEED=0, as rankup launch does"
+    "PYTHONHASHSEED is not set: a set of strings has another order on each rank and after each start. If numbers "
+    "depend on that order, such as class numbers, sort the set, or start with PYTHONHASHSEED=0, as rankup launch does"
 )
 
 
@@ -111,10 +111,11 @@ def init(
 
     def check(path: Path, record: dict[str, Any]) -> None:
         changed = differing({**record.get("settings", settings), "seed": record["seed"]}, {**settings, "seed": seed})
-        if refused := [text for name, text in changed.items() if name not in may_change or name == "seed"]:
+        if refused := {name: text for name, text in changed.items() if name not in may_change or name == "seed"}:
+            allow = " name it in may_change," if {*refused} != {"seed"} else ""
             raise UserError(
-                f"{run} was begun with other settings: {', '.join(refused)}. Set it back to resume the run, name it in "
-                "may_change, or give fresh=True or another run."
+                f"{run} was begun with other settings: {', '.join(refused.values())}. Set it back to resume the run,"
+                f"{allow} or give fresh=True or another run."
             )
 
     options = {name: value for name, value in given.items() if name != "join_timeout_s"}
@@ -156,7 +157,7 @@ def is_interactive() -> bool:
 
 
 def hashes_are_random() -> bool:
-    """Return whether a set of texts has another order in each process. `launch` sets PYTHONHASHSEED for its ranks; here
+    """Return whether a set of strings has another order in each process. `launch` sets the variable for ranks; here
     it is too late, because Python reads the variable only when it starts."""
     return bool(sys.flags.hash_randomization) and os.environ.get("PYTHONHASHSEED", "") in ("", "random")
 

@@ -66,7 +66,7 @@ def test_random_order_of_sets_is_said_where_it_matters(
     for _ in said:
         with ended(start(*line, env={"PYTHONHASHSEED": hash_seed}, cwd=tmp_path)) as job:
             assert job.wait() == [0], job.output
-        found.append(job.output.count("PYTHONHASHSEED is not set: a set of texts has another order"))
+        found.append(job.output.count("PYTHONHASHSEED is not set: a set of strings has another order"))
     assert found == said
 
 
