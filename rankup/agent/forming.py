@@ -131,7 +131,7 @@ class Forming:
         if not (seats := self._choose()):
             return
         # Claim before the proposal, so that only the part of the job that goes on proposes anything
-        if self.rules.shared and (unowned := claims(self.basis, self.by_token) - self._owned):
+        if self.rules.shared and (unowned := claims(self.basis, self._here()) - self._owned):
             self._phase = "claiming"
             self._emit(Claim(self.basis.job, min(unowned)))
             return
@@ -193,7 +193,11 @@ class Forming:
         return [] if keepers else chosen
 
     def _outvoted(self) -> str:
-        return outvoted(self.basis, self.by_token, shared=self.rules.shared)
+        return outvoted(self.basis, self._here(), shared=self.rules.shared)
+
+    def _here(self) -> set[str]:
+        """Return who may vote. A node that leaves may not: it is asked for nothing, and may find another leader."""
+        return {token for token, seat in self.by_token.items() if not seat.unfit}
 
     def _propose(self, seats: list[Seat]) -> None:
         self.membership = self.proposed = n = self.membership + 1
@@ -217,7 +221,7 @@ class Forming:
                 size = seat.member.num_ranks
                 seat.member = replace(seat.member, first_rank=place * size, world_size=len(seats) * size)
             # Spares must know the proposal too
-            self._late |= dict.fromkeys(seat for seat in self.seats.values() if not seat.leaves)
+            self._late |= dict.fromkeys(seat for seat in self.seats.values() if not seat.unfit)
             self._next = replace(
                 self._next, job=self.basis.job, voters=tuple(node.token for node in known),
                 ran=self.basis.ran or self.basis.used, before=tuple(self.basis.electorates),

@@ -30,7 +30,7 @@ MUTANTS = [  # what it breaks, the file, the text, and what replaces it
     ("a stop is confirmed before all have answered", "votes", "len(self._answers) < len(self.members)",
      "len(self._answers) < 1"),
     ("a commit does not wait for the spares", "forming",
-     "self._late |= dict.fromkeys(seat for seat in self.seats.values() if not seat.leaves)", "pass"),
+     "self._late |= dict.fromkeys(seat for seat in self.seats.values() if not seat.unfit)", "pass"),
     ("no leader gives way to another", "leading",
      "return newer and same_job(other[\"job\"], own[\"job\"])", "return False"),
     ("an answer to an earlier proposal counts", "forming", "message[\"n\"] != self.proposed or seat not in",

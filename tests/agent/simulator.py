@@ -58,7 +58,7 @@ HEALING_S, GONE_S = 100.0, 40.0
 FAULTS = ["part", "anew", "halves", "move", "move", "one way", "pair", "mend", "mend", "freeze", "kill", "power",
           "reset", "slow", "rank", "disk", "leave"]
 # Faults at the moment of a message, and the messages that draw them
-AIMED = ["anew", "move", "move", "move", "move", "freeze", "kill", "power", "reset", "mend"]
+AIMED = ["anew", "move", "move", "move", "pair", "pair", "freeze", "kill", "power", "reset", "mend"]
 TARGETS = ["propose", "propose", "ready", "ready", "commit", "commit", "show", "shown", "basis", "has", "hello",
            "leads", "lost", "prepare", "standing", "confirm"]
 
@@ -517,6 +517,11 @@ class World:
             self.formed, self.newest, self.finished = {}, (), self.saved  # nobody knows the first job any more
         if (known := self.formed.setdefault(basis.n, what)) != what:
             raise Violation(f"membership {basis.n} is {known} and, at {host.token}, {what}")
+        if self.limits:  # whoever may know an earlier membership has voted for this one
+            asked = [n for n, _ in leading._next.before] or [0]
+            missed = {n for n in self.formed if asked[-1] <= n < basis.n} - {*asked}
+            if missed or basis.n <= asked[0]:
+                raise Violation(f"{host.token} commits {basis.n} after {asked}, and does not know {missed}")
         if not self.newest or basis.n > self.newest[0]:
             self.newest = what
 
@@ -588,9 +593,10 @@ class World:
         """A fault to the nodes that exchange a message, just as it is sent. Another one may follow."""
         dice = self.dice
         self.shots -= 1
-        others = [source.wires[link].to for link in links if link in source.wires]
+        others = [source.wires[link].to for link in links if link in source.wires] or [source]
         for _ in range(dice.choice((1, 1, 2))):
-            self.strike(dice.choice(AIMED), source if dice.random() < 0.4 or not others else dice.choice(others))
+            pair = source, dice.choice(others)
+            self.strike(dice.choice(AIMED), *(pair if dice.random() < 0.4 else pair[::-1]))
         if dice.random() < 0.3:
             self.at(dice.choice((0.003, 0.3, 1.5)), self.again, dice.choice([source, *others]))
 
@@ -601,7 +607,7 @@ class World:
     def split(self, sides: list[int]) -> None:
         self.cut |= {(a, b) for a, one in enumerate(sides) for b, other in enumerate(sides) if one != other}
 
-    def strike(self, kind: str, host: Host) -> None:
+    def strike(self, kind: str, host: Host, partner: Host | None = None) -> None:
         dice, size, number, cut = self.dice, self.size, host.number, self.cut
         if self.trace:
             self.log(f"FAULT {kind} {host.token}")
@@ -616,8 +622,10 @@ class World:
             mended = cut & pairs
             cut |= pairs
             self.mend(mended)
-        elif kind in ("one way", "pair") and (other := dice.randrange(size)) != number:
-            cut |= {(number, other)} if kind == "one way" else {(number, other), (other, number)}
+        elif kind in ("one way", "pair"):
+            other = partner.number if partner else dice.randrange(size)
+            if other != number:
+                cut |= {(number, other)} if kind == "one way" else {(number, other), (other, number)}
         elif kind == "mend":
             self.mend([*cut])
         elif kind == "freeze" and host.meeting is not None and not host.frozen:
@@ -663,7 +671,7 @@ class World:
             self.aimed_s, self.luck = dice.choice((0.0, 8.0)), dice.choice((0.1, 0.5, 1.0))
             if dice.random() < 0.5:  # one cut, and then only what is aimed
                 self.pace = 0.02
-                self.at(7.9, self.strike, dice.choice(("part", "halves", "move")), dice.choice(self.hosts))
+                self.at(7.9, self.strike, dice.choice(("part", "halves", "move", "freeze")), dice.choice(self.hosts))
         for host in self.hosts:
             self.at(dice.choice((0.0, 0.0, 0.0, dice.uniform(0.0, 6.0))), self.restart, host, 0)
         self.at(1.0, self.step)

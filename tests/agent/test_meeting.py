@@ -97,6 +97,16 @@ def test_half_that_cannot_claim_the_next_membership_proposes_nothing_and_says_so
     assert own.hears("propose")["n"] == 2
 
 
+def test_node_that_leaves_has_no_vote():
+    """It is not asked to be ready, and may find another leader, which would count its vote too."""
+    room = Room(member(0, of=4), Limits(1, 4, wait_s=0.0), shared=True)
+    own, lost, leaving, last = room.job(4)
+    leaving.say("leaving")
+    lost.vanish()
+    room.pass_time(0.5, own, leaving, last)
+    assert [claim.n for claim in room.claims] == [1], "two of four voters are here, so they must claim"
+
+
 def test_leader_needs_the_voters_of_each_proposal_that_may_be_committed_elsewhere():
     """Two leaders that were cut apart used the same number. Whichever token is larger, both proposals count."""
     for own, other in (("a", "b"), ("b", "a")):
