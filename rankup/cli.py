@@ -299,8 +299,7 @@ def export(given: argparse.Namespace) -> None:
     huggingface, write the tensors of one object (by default, model) as safetensors in files of at most 5 GB with an
     index, and with dcp all objects as torch.distributed.checkpoint does."""
     from rankup.job import open_checkpoint
-    from rankup.state.formats import export_folder
-    from rankup.state.reading import export
+    from rankup.state.formats import export, export_folder
 
     if is_url(given.file):
         raise UserError(f"FILE must be a path on this machine, got {given.file}.")

@@ -28,6 +28,18 @@ SHARD_BYTES = 5 * 10**9  # as in Hugging Face's libraries: clients of their hub 
 MODEL = "model"
 
 
+def export(copy: Copy, file: Path, *, item: str = "") -> str:
+    """Write the tracked items of a plain copy to `file`, for `torch.load(file, weights_only=True)`: a dict from the
+    name of each item to its state. With `item`, write the state of that item alone. Return a description of the file.
+
+    Raises UserError if the copy has no such item, or the file can't be written.
+    """
+    items = _items(copy, item)
+    with disk_errors("export", file.parent), staged(file) as staging, staging.open("wb") as opened:
+        torch.save(items[item] if item else items, opened)
+    return f"{file}: {item or ', '.join(items)} of step {copy.step}, {file.stat().st_size / 1e6:.1f} MB"
+
+
 def export_folder(copy: Copy, folder: Path, *, form: str, item: str = "", shard_bytes: int = SHARD_BYTES) -> str:
     """Write tracked items of a plain copy to `folder`. Return a description of it.
 
@@ -35,11 +47,9 @@ def export_folder(copy: Copy, folder: Path, *, form: str, item: str = "", shard_
     tensor may be larger). "dcp" writes all items, or the state of `item` alone, for torch.distributed.checkpoint.load.
     Raises UserError if there is no such item, the folder holds weights already, or it can't be written.
     """
-    items = {name: state for name, state in copy.tracked.items() if not name.startswith(OWN)}
     if form == "huggingface":
         item = item or MODEL
-    if item and item not in items:
-        raise UserError(f"--item must be one of {', '.join(items)}, got {item}.")
+    items = _items(copy, item)
     # A model's config.json may be there already
     held = sorted(folder.glob("*")) if form == "dcp" else [*folder.glob("*.safetensors*"), *folder.glob("*.bin")]
     if held:
@@ -51,6 +61,14 @@ def export_folder(copy: Copy, folder: Path, *, form: str, item: str = "", shard_
         else:
             said = _write_shards(items[item], folder, item, shard_bytes)
     return f"{folder}/: {item or ', '.join(items)} of step {copy.step}, {said}"
+
+
+def _items(copy: Copy, item: str) -> dict[str, Any]:
+    """Return what the user tracks. Raises UserError if `item` is given and not among it."""
+    items = {name: state for name, state in copy.tracked.items() if not name.startswith(OWN)}
+    if item and item not in items:
+        raise UserError(f"--item must be one of {', '.join(items)}, got {item}.")
+    return items
 
 
 def _write_shards(state: Any, folder: Path, item: str, shard_bytes: int) -> str:

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rankup.errors import UserError, disk_errors
-from rankup.places.files import staged
+from rankup.errors import UserError
 from rankup.places.lease import RUN_ID
 from rankup.state.copies import STATE, Check, Damaged, Part, list_copies, no_check, part_of, read_manifest, read_record
 from rankup.state.memory import node_id
@@ -316,18 +315,3 @@ class CopyFiles:
 def is_shard(name: str) -> bool:
     """Return whether a file holds the part of one rank."""
     return name.startswith("rank-") and name.endswith(TENSORS)
-
-
-def export(copy: Copy, file: Path, *, item: str = "") -> str:
-    """Write the tracked items of a plain copy to `file`, for `torch.load(file, weights_only=True)`: a dict from the
-    name of each item to its state. With `item`, write the state of that item alone. Return a description of the file.
-
-    Raises UserError if the copy has no such item, or the file can't be written.
-    """
-    items = {name: state for name, state in copy.tracked.items() if not name.startswith(OWN)}
-    if item and item not in items:
-        raise UserError(f"--item must be one of {', '.join(items)}, got {item}.")
-    state = items[item] if item else items
-    with disk_errors("export", file.parent), staged(file) as staging, staging.open("wb") as opened:
-        torch.save(state, opened)
-    return f"{file}: {item or ', '.join(items)} of step {copy.step}, {file.stat().st_size / 1e6:.1f} MB"

@@ -124,8 +124,9 @@ class _Shipping:
         held = {n: path for n in self.mine if (path := shipments[n].held) is not None}
         self.maps = dict[int, Any]()  # made before anything is exchanged: afterwards another rank may move the files
         for n, path in held.items():
-            with contextlib.suppress(OSError, ValueError):  # if it is missing or shorter, `_read` says so
-                self.maps[n] = _map_file(path, shipments[n].part.size)
+            # If it is missing or shorter, `_read` says so
+            with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
+                self.maps[n] = _mapped(file.fileno(), shipments[n].part.size, 0)
         # The ranks of a node use the same file in place, or none
         named = group.gather([n for n in self.maps if not shipments[n].in_place])
         self.held = {
@@ -174,13 +175,11 @@ class _Shipping:
                 if held and self.stops[n, piece][0] != rank:
                     # The file in use must stay as it is, so that node gets the whole part
                     node = self.stops[n, piece].index(rank)
-                    lacking |= {(n, other, self.stops[n, other][node]): why for other in self._pieces(n)}
+                    pieces = range(len(self.shipments[n].part.digests))
+                    lacking |= {(n, other, self.stops[n, other][node]): why for other in pieces}
                     if self.group.rank in self.shipments[n].to[node]:
                         self.held.pop(n, None)
         return lacking
-
-    def _pieces(self, n: int) -> range:
-        return range(len(self.shipments[n].part.digests))
 
     def _send_on(self, lacking: set[tuple[int, int, int]]) -> dict[int, str]:
         """Send each piece from a rank that has it to one that lacks it, and on to the next. Return the parts of which a
@@ -205,11 +204,6 @@ class _Shipping:
         for work, _ in sent:
             self.group.collective(work.wait)
         return {n: why for each in self.group.gather(damaged) for n, why in each}
-
-
-def _map_file(path: Path, size: int) -> Any:
-    with open_regular(path) as file:
-        return _mapped(file.fileno(), size, 0)
 
 
 def _mapped(file: int, size: int, begin: int) -> Any:
