@@ -18,11 +18,12 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from rankup.agent.agent import Agent
-from rankup.agent.ends import Verdict, what_next
+from rankup.agent.ends import Verdict
 from rankup.agent.logs import guard, setup_logging
 from rankup.agent.operators import tell_end, wait_until_fit
 from rankup.agent.ranks import Options
 from rankup.agent.script import Script
+from rankup.agent.status_files import what_next
 from rankup.env.allocation import read_allocation, without_job
 from rankup.env.launchers import ProgressEndpoint, task_number
 from rankup.env.node_env import Limits, read_node_env

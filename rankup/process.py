@@ -139,8 +139,9 @@ class Program:
 
     def end(self, error: BaseException) -> int:
         """Print why this process ends, tell torchrun or our agent, and return the exit code."""
-        from rankup.agent.ends import End, tell_torchrun, what_next
+        from rankup.agent.ends import End
         from rankup.agent.links import tell_agent
+        from rankup.agent.status_files import tell_torchrun, what_next
 
         tell_torchrun(error)
         code, agent = exit_code(error), getattr(self.found, "agent", None)

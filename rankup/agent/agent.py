@@ -48,7 +48,9 @@ class Agent:
     def __init__(self, options: Options) -> None:
         self.options, self.node, self.limits = options, options.node, options.node.limits
         self.alone = self.node.num_nodes == 1
-        self.ranks = Ranks(options, send=self.send, on_stop=self._on_signal, begin=self.begin, finish=self.finish)
+        self._handlers = {"SIGTERM": self._on_sigterm, "SIGINT": self._on_sigint, "SIGUSR1": self._on_sigusr1}
+        on_stop = lambda name: self._handlers[name]()  # noqa: E731
+        self.ranks = Ranks(options, send=self.send, on_stop=on_stop, begin=self.begin, finish=self.finish)
         self.files = LeaderFiles(self.ranks, lambda: self.peers.meeting.leading)
         self.port = 0  # where this agent serves members while it leads, and otherwise tells callers who leads
         self.unfit = False  # this node failed its check before it could rejoin
@@ -71,15 +73,15 @@ class Agent:
             await self._listen()
         self.peers = self._introduce(place)
         loop = asyncio.get_running_loop()
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-            loop.add_signal_handler(getattr(signal, name), self._on_signal, name)
+        for name, handler in self._handlers.items():
+            loop.add_signal_handler(getattr(signal, name), handler)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP: do the same
-            loop.add_signal_handler(signal.SIGHUP, self._on_signal, "SIGTERM")  # the terminal was closed
+            loop.add_signal_handler(signal.SIGHUP, self._on_sigterm)  # the terminal was closed
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)  # batch systems may send it, and by default it kills
         try:
             await self.ranks.open()
             if self.options.spot:
-                self.begin(watch_spot(lambda: self._on_signal("SIGTERM")))
+                self.begin(watch_spot(self._on_sigterm))
             self.peers.start()
             self.begin(self.files.report())
             return await self._over
@@ -238,26 +240,37 @@ class Agent:
         if proposal["n"] == self.peers.meeting.basis.n:  # otherwise another one has come meanwhile
             await self.peers.try_route(proposal["n"], proposal["next"])
 
-    # Stops ----------------------------------------------------------------------------------------------------------
+    # Signals that this agent or one of its ranks got ----------------------------------------------------------------
 
-    def _on_signal(self, name: str) -> None:
-        """Handle a signal that this agent or one of its ranks got. The leader passes it on to all agents. A signal more
-        than REPEAT_S later ends this agent at once. In an elastic job SIGTERM makes only this node leave (`_leave`).
-        SIGUSR1 to a script that handles it is a notice, which asks for no end."""
-        if name == "SIGUSR1" and self.ranks.takes_notice:
-            if not self.send("notice"):
-                self.ranks.notice()
-            return
-        if name != "SIGUSR1":
-            after_s = time.monotonic() - self._asked_s
-            if self._asked_s and after_s > timing.REPEAT_S:
-                self.finish(Verdict(STOPPED, f"{name} again, {after_s:.0f} s after the first: leaving at once"))
-            self._asked_s = self._asked_s or time.monotonic()
-        if self.limits is not None and name == "SIGTERM" and (self.send("leaving") or self.peers.meeting.basis.n):
-            if not self._leaves:
-                log.info("SIGTERM: this node leaves, and the job goes on without it")
-                self._leave_for_good(Verdict(STOPPED, "this node was asked to leave"))
-            return
+    def _on_sigusr1(self) -> None:
+        """Pass on a notice if the script handles SIGUSR1, and otherwise stop the job."""
+        if not self.ranks.takes_notice:
+            self._stop("SIGUSR1")
+        elif not self.send("notice"):
+            self.ranks.notice()
+
+    def _on_sigint(self) -> None:
+        self._leave_if_repeated("SIGINT")
+        self._stop("SIGINT")
+
+    def _on_sigterm(self) -> None:
+        """Stop the job. In an elastic job only this node leaves."""
+        self._leave_if_repeated("SIGTERM")
+        if self.limits is None or not (self.send("leaving") or self.peers.meeting.basis.n):
+            self._stop("SIGTERM")
+        elif not self._leaves:
+            log.info("SIGTERM: this node leaves, and the job goes on without it")
+            self._leave_for_good(Verdict(STOPPED, "this node was asked to leave"))
+
+    def _leave_if_repeated(self, name: str) -> None:
+        """End this agent at once if it was asked to stop more than REPEAT_S ago."""
+        after_s = time.monotonic() - self._asked_s
+        if self._asked_s and after_s > timing.REPEAT_S:
+            self.finish(Verdict(STOPPED, f"{name} again, {after_s:.0f} s after the first: leaving at once"))
+        self._asked_s = self._asked_s or time.monotonic()
+
+    def _stop(self, name: str) -> None:
+        """Ask the leader to stop the job. It passes the signal on to all agents."""
         self.send("stop", signal=name)
         if not self.ranks.running:
             self.finish(Verdict(STOPPED, f"{name} before the first step: nothing new to save."))

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankup import timing
-from rankup.agent.ends import ScriptStatus
 from rankup.agent.events import Judged
 from rankup.agent.leading import Leading
 from rankup.agent.network import in_thread, open_port
 from rankup.agent.ranks import Ranks
+from rankup.agent.status_files import ScriptStatus
 from rankup.env.launchers import free_port
 from rankup.errors import JoinError, PeerLost, UserError, disk_errors
 from rankup.places.object_store import ObjectStore

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup import timing
-from rankup.agent.ends import End, Verdict, write_end
+from rankup.agent.ends import End, Verdict
 from rankup.agent.environment import HASH_SEED, environment_of
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.links import Links
@@ -25,6 +25,7 @@ from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, in_b
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import Record
 from rankup.agent.script import Script
+from rankup.agent.status_files import write_end
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
 

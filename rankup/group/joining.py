@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rankup
-from rankup.agent.ends import StatusFile
 from rankup.agent.links import AgentLine
 from rankup.agent.processes import allow_open_files, no_name_lookups
 from rankup.agent.protocol import HINT
 from rankup.agent.record import Record
+from rankup.agent.status_files import StatusFile
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, UserError
 from rankup.group.group import Group

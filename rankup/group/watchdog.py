@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rankup import timing
-from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
+from rankup.agent.ends import End
 from rankup.agent.logs import host_name
 from rankup.agent.processes import leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, NO_STOP, Record
+from rankup.agent.status_files import StatusFile, tell_torchrun, write_end
 from rankup.errors import FAULT, FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
 from rankup.group.stop import StopRequest, compare, dump, in_phase, may_wait, own_location
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankup.agent.ends import Report
 from rankup.agent.processes import began
+from rankup.agent.status_files import Report
 from rankup.observe.metrics import Position
 from rankup.places.files import read_json
 from rankup.timing import LAST_REPORT_S, REPORT_S

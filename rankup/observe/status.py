@@ -18,9 +18,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rankup.agent.ends import End, Report, cause_of
+from rankup.agent.ends import End, cause_of
 from rankup.agent.network import fits
 from rankup.agent.protocol import END
+from rankup.agent.status_files import Report
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
 from rankup.observe.goodput import duration, goodput, one_line, read_reports

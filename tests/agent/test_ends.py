@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.ends import End, Ends, StatusFile, Verdict, write_end
+from rankup.agent.ends import End, Ends, Verdict
+from rankup.agent.status_files import StatusFile, write_end
 from rankup.env.rank_env import RankEnv, read_rank_env
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED, PeerLost
 from rankup.places.files import read_json

@@ -240,16 +240,16 @@ def test_job_ends_while_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Path) 
 
 
 def hang_from_the_first_report_on() -> None:
-    from rankup.agent import ends
+    from rankup.agent import status_files
 
-    write, hangs = ends.write_json, Path(os.environ["HANGS"])
+    write, hangs = status_files.write_json, Path(os.environ["HANGS"])
 
     def hang(*_: Any) -> None:
         hangs.touch()
         threading.Event().wait()
 
-    ends.write_atomically = hang  # the report
-    ends.write_json = lambda path, data, **more: hang() if hangs.exists() else write(path, data, **more)
+    status_files.write_atomically = hang  # the report
+    status_files.write_json = lambda path, data, **more: hang() if hangs.exists() else write(path, data, **more)
 
 
 # Ranks that share nothing ---------------------------------------------------------------------------------------------

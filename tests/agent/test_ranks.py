@@ -14,12 +14,13 @@ import pytest
 from rankup import timing
 from rankup.agent import ranks as ranks_module
 from rankup.agent.agent import Agent
-from rankup.agent.ends import End, ScriptStatus
+from rankup.agent.ends import End
 from rankup.agent.leader_files import LeaderFiles, id_of
 from rankup.agent.network import encode
 from rankup.agent.ranks import Options, Rank, Ranks
 from rankup.agent.record import Record
 from rankup.agent.script import Script
+from rankup.agent.status_files import ScriptStatus
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import UserError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.agent.ends import Report
+from rankup.agent.status_files import Report
 from rankup.observe.goodput import KINDS, duration, goodput, one_line, read_reports
 from rankup.places.files import write_json
 from tests.rigs.fork_server import Forks

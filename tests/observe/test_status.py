@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rankup.agent.ends import End, StatusFile
+from rankup.agent.ends import End
+from rankup.agent.status_files import StatusFile
 from rankup.cli import main
 from rankup.env.rank_env import RankEnv
 from rankup.observe.goodput import read_reports

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.ends import StatusFile
+from rankup.agent.status_files import StatusFile
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PeerLost, UserError
 from rankup.observe.metrics import Metrics, Position, entry

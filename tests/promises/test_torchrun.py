@@ -11,7 +11,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from rankup.agent.ends import tell_torchrun
+from rankup.agent.status_files import tell_torchrun
 from rankup.errors import PeerLost
 from tests.rigs.foreign_scripts import BE_SCRIPT, WARN
 from tests.rigs.fork_server import Forks
