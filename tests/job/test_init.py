@@ -133,3 +133,13 @@ def test_with_finishes_a_script_and_a_second_open_job_is_refused(forks: Forks, t
     output = ran(forks, tmp_path, text, ranks=2, RUN="whole")
     assert "finished after 3 steps" in output
     assert output.count("after\n") == 2
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "break"])
+def test_script_that_leaves_its_loop_without_finish_ends_in_one_line(end: str, forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import sys, rankup\njob = rankup.init('run')\nfor _ in job.steps(5):\n    with job.step():\n        pass\n"
+        f"    if job.step_number == 3:\n        {end}\n"
+    )
+    output = forks.ends("launch", "--nproc=2", "script.py", cwds=[tmp_path], code=2)
+    assert "error: the script must end its loop over job.epochs or job.steps, or call job.finish, got an end" in output
