@@ -296,7 +296,10 @@ class CopyFiles:
     def _fill(self, name: str, local: torch.Tensor, offset: list[int]) -> None:
         """Fill `local`, a rank's part of the tensor `name`, which begins at `offset` of the whole tensor."""
         left = local.numel()
+        first, last = (offset[0], offset[0] + local.shape[0]) if offset else (0, 1)
         for part in self._slices[name]:
+            if offset and not (part.offset[0] < last and part.offset[0] + part.shape[0] > first):
+                continue  # of a thousand parts, nearly all lie elsewhere in the first dimension
             low = [max(own, other) for own, other in zip(offset, part.offset, strict=True)]
             high = [min(own + n, other + m) for own, n, other, m
                     in zip(offset, local.shape, part.offset, part.shape, strict=True)]

@@ -304,19 +304,18 @@ class SecondPlace(Place):
         self.lease.look()
         self.place.write(f"{new}/{MANIFEST}", manifest)
         self.lease.look()
-        self._remove_old(new)
+        self._remove_old(new, names)
 
     def _folder_for(self, path: Path) -> str:
         name = path.name.partition(".")[0]  # a kill between two renames leaves only a copy called `.replaced`
         digest = _digest((path / MANIFEST).read_bytes())
         return f"{folder_of(self.lease.number)}/checkpoints/{self.run}/{name}-{digest}"
 
-    def _remove_old(self, new: str) -> None:
-        """Remove all copies of the run but the `keep` newest, manifests first. Also remove the files of earlier owners,
-        because `upload_files` has written them again. Objects of later owners are not touched."""
+    def _remove_old(self, new: str, names: Iterable[str]) -> None:
+        """Of `names`, remove all copies of the run but the `keep` newest, manifests first. Also remove the files of
+        earlier owners, because `upload_files` has written them again. Objects of later owners are not touched."""
         number = self.lease.number
-        names = [name for name in self.place.names()
-                 if 0 < number_of(name) <= number and not name.startswith("lease/")]
+        names = [name for name in names if 0 < number_of(name) <= number and not name.startswith("lease/")]
         earlier = [one for one in _copies(names, self.run) if one != new]
         named = kept_steps(self.folder)
         kept = {new, *earlier[: self.options.keep - 1], *(one for one in earlier if step_of(Path(one)) in named)}

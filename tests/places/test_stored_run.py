@@ -52,6 +52,16 @@ def test_newest_checkpoint_is_restored_and_old_or_partial_ones_are_removed(url: 
     assert steps(there) == [30]
 
 
+def test_upload_of_a_copy_lists_the_store_once(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists, names = list[str](), ObjectStore.names
+    store = open_store(url, tmp_path / "here", keep=1)
+    monkeypatch.setattr(ObjectStore, "names", lambda place: lists.append(place.url) or names(place))
+    for step in (10, 20):
+        store.upload(save(tmp_path / "here", step))
+    assert lists == [store.place.url] * 2
+    assert {name.split("/")[3][:13] for name in names(store.place)} == {"step-00000020"}
+
+
 def test_store_with_copies_but_no_run_file_is_refused(url: str, tmp_path: Path) -> None:
     store = open_store(url, tmp_path)
     store.upload(save(tmp_path / "here", 10))
