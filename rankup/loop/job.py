@@ -53,7 +53,7 @@ class Job(TrainingLoop):
             raise UserError(f"start_from: it must have a path or address and then a module, got {kinds}.")
         if self.tracked.items:
             raise UserError("start_from: it must be called before job.track, got a later call. Move the call up.")
-        if self.run.newest is None or FROZEN in self.run.newest.tracked:
+        if self.run.newest is None or FROZEN in self.run.newest.files.items:
             start_from(self.group, module, place, item=item, where=where, timeout_s=0.9 * self.settings.setup_timeout_s)
 
     def track(self, *, missing: str = "error", only: str = "all", **items: Any) -> None:

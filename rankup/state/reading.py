@@ -44,9 +44,10 @@ class Copy:
 
     @property
     def tracked(self) -> dict[str, Any]:
-        """The tracked items, on the CPU, with whole tensors. Their memory is that of the copy. Raises Damaged."""
+        """The tracked items, on the CPU, with whole tensors. Their memory is that of the copy, but each one has its own
+        storage: torch.save writes whole storages, and refuses one with tensors of several types. Raises Damaged."""
         with _fitting(self.path):
-            return self.files.read_all()
+            return self.files.read_apart()
 
 
 def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_check) -> Copy | None:
@@ -259,6 +260,10 @@ class CopyFiles:
         """Return the tracked items, or only `items` if any are named, with whole tensors on the CPU."""
         return self._items(items or self._tree, self._take, self._whole)
 
+    def read_apart(self) -> dict[str, Any]:
+        """Return the tracked items, see `Copy.tracked`."""
+        return self._items(self._tree, lambda name: _apart(self._take(name)))
+
     def _take(self, name: str, device: str = "cpu") -> torch.Tensor:
         """Return a whole tensor, which shares the memory of its file if one file has all of it."""
         part = self._slices[name][0]
@@ -313,6 +318,13 @@ class CopyFiles:
                 left -= local[here].numel()
         if left:
             raise ValueError(f"{name} lacks {left} elements")
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor over the same memory with a storage of its own."""
+    if not tensor.numel():
+        return tensor.clone()
+    return torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
 
 
 def is_shard(name: str) -> bool:

@@ -15,9 +15,12 @@ from torch import nn
 from rankup import cli
 from rankup.errors import UserError
 from rankup.loop.weights import load_into
+from rankup.state import copies
+from rankup.state.copies import STATE, to_json
 from rankup.state.formats import DCP_METADATA, INDEX, export_folder
 from rankup.state.reading import read
-from tests.rigs.checkpoints import save
+from rankup.state.tree import encode, files_of
+from tests.rigs.checkpoints import save, training_state
 from tests.rigs.strangers import Evil
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -120,6 +123,25 @@ def test_metadata_of_a_stranger_is_not_executed_and_names_no_file_outside(tmp_pa
         with pytest.raises(UserError, match=f"dcp must hold files of torch.distributed.checkpoint.*{why}"):
             load_into(model, tmp_path / "dcp", print)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("form", ["torch", "huggingface", "dcp"])
+def test_command_exports_tensors_of_several_types_that_share_a_file_of_the_run(tmp_path: Path, form: str) -> None:
+    """A batch norm counts in int64. Nothing else of the same file is written: an empty tensor, one of another item."""
+    model, _ = trained()
+    state = {**model.state_dict(), "empty": torch.zeros(0, 3), "half": torch.full((2,), 0.1, dtype=torch.bfloat16)}
+    nodes, tensors = encode({"model": state, "more": {"large": torch.ones(1000)}})
+    parts = {STATE: to_json(training_state(3)), **files_of(nodes, tensors)}
+    path = copies.save(tmp_path / "run" / "checkpoints", parts, step=3, keep=9)
+    out = tmp_path / ("out.pt" if form == "torch" else "out")
+    assert cli.main(["export", str(tmp_path / "run"), str(out), "--format", form, "--item", "model"]) == 0
+    other, _ = trained(seed=1)
+    load_into(other, out, print)
+    same(other.state_dict(), model.state_dict())
+    torch.save(read(path).tracked["model"], tmp_path / "own.pt")
+    found = torch.load(tmp_path / "own.pt", weights_only=True)
+    same(found, state)
+    assert found["2.weight"].data_ptr() == found["3.weight"].data_ptr()
 
 
 @pytest.mark.parametrize("form", ["huggingface", "dcp"])
