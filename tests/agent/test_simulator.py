@@ -23,6 +23,8 @@ def test_seed_that_failed_fails_again() -> None:
     assert played[0] == played[1] == played[2]
 
 
-def test_fault_that_keeps_a_job_from_going_on_is_found() -> None:
-    """The simulator must see what it looks for. `mutants` has twenty faults, which take minutes."""
-    assert mutants.look_for(16, most=200)[1]
+@pytest.mark.parametrize(("number", "seed"), mutants.SEEDS.items())
+def test_fault_in_the_meeting_is_found(number: int, seed: int) -> None:
+    """The simulator must see what it looks for. If it does not, `python -m tests.agent.mutants` finds another seed."""
+    assert mutants.broken(number).play(seed)[1]
+    assert not simulator.play(seed)[1]
