@@ -15,9 +15,9 @@ from torch import nn
 from rankup import cli
 from rankup.errors import UserError
 from rankup.loop.weights import load_into
-from rankup.state import copies
 from rankup.state.copies import STATE, to_json
 from rankup.state.formats import DCP_METADATA, INDEX, export_folder
+from rankup.state.place import Folder
 from rankup.state.reading import read
 from rankup.state.tree import encode, files_of
 from tests.rigs.checkpoints import save, training_state
@@ -132,7 +132,7 @@ def test_command_exports_tensors_of_several_types_that_share_a_file_of_the_run(t
     state = {**model.state_dict(), "empty": torch.zeros(0, 3), "half": torch.full((2,), 0.1, dtype=torch.bfloat16)}
     nodes, tensors = encode({"model": state, "more": {"large": torch.ones(1000)}})
     parts = {STATE: to_json(training_state(3)), **files_of(nodes, tensors)}
-    path = copies.save(tmp_path / "run" / "checkpoints", parts, step=3, keep=9)
+    path = Folder(tmp_path / "run" / "checkpoints", keep=9).write(3, parts)
     out = tmp_path / ("out.pt" if form == "torch" else "out")
     assert cli.main(["export", str(tmp_path / "run"), str(out), "--format", form, "--item", "model"]) == 0
     other, _ = trained(seed=1)
