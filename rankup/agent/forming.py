@@ -179,18 +179,28 @@ class Forming:
             return []
         order = {token: place for place, token in enumerate(self.basis.used, 1)} | {self.me.token: 0}
         fit.sort(key=lambda seat: (order.get(seat.member.token, math.inf), seat.claim.start))
-        return self._with_state(fit[:limits.most])
+        return self._with_state(fit, limits.most)
 
-    def _with_state(self, chosen: list[Seat]) -> list[Seat]:
-        """Return `chosen`, or [] if none of them has the state of the last finished step, but another one here has."""
-        used = set(self.basis.used)
-        if self.basis.left or any(seat.member.token in used for seat in chosen):
-            return chosen
-        keepers = [seat for token in used if (seat := self.by_token.get(token)) is not None and not seat.unfit]
-        # The leader is always chosen. If there is no room beside it, a node that has the state must lead
-        if self.rules.limits is not None and self.rules.limits.most == 1 and any(seat.warm for seat in keepers):
-            self.dismissed = True
-        return [] if keepers else chosen
+    def _with_state(self, fit: list[Seat], most: int) -> list[Seat]:
+        """Return this leader and others of `fit`, as many as may be, among them nodes that have the state of the last
+        finished step. Return [] while such nodes are here, but import torch or have no room."""
+        # Nobody knows whether a membership that was only proposed ran. If not, the nodes of the one before trained
+        # last, so one of each is needed
+        trained = [] if self.basis.left else [set(self.basis.used), set(self.basis.ran)]
+        picked = [seat for seat in fit if seat.member.token == self.me.token]
+        for tokens in trained:
+            keepers = [seat for token, seat in self.by_token.items() if token in tokens and not seat.unfit]
+            if not keepers or any(seat.member.token in tokens for seat in picked):
+                continue
+            if not (ready := [seat for seat in fit if seat.member.token in tokens]):
+                return []
+            picked.append(max(ready, key=lambda seat: sum(seat.member.token in each for each in trained)))
+        if len(picked) > most:
+            self.dismissed = True  # a node that has the state must lead
+            return []
+        others = [seat for seat in fit if seat not in picked]
+        chosen = {*picked, *others[:most - len(picked)]}
+        return [seat for seat in fit if seat in chosen]
 
     def _outvoted(self) -> str:
         return outvoted(self.basis, self._here(), shared=self.rules.shared)
