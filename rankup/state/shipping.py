@@ -125,7 +125,7 @@ class _Shipping:
         self.maps = dict[int, Any]()  # made before anything is exchanged: afterwards another rank may move the files
         for n, path in held.items():
             # If it is missing or shorter, `_read` says so
-            with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
+            with contextlib.suppress(OSError, ValueError, OverflowError), open_regular(path) as file:
                 self.maps[n] = _mapped(file.fileno(), shipments[n].part.size, 0)
         # The ranks of a node use the same file in place, or none
         named = group.gather([n for n in self.maps if not shipments[n].in_place])
