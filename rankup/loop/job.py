@@ -11,6 +11,7 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.loop.filling import copied
+from rankup.loop.reporting import terms_of
 from rankup.loop.saving import FROZEN
 from rankup.loop.training_loop import TrainingLoop
 from rankup.loop.weights import start_from
@@ -226,6 +227,37 @@ class Job(TrainingLoop):
             position.metrics, position.evaluated = earlier | named, position.step
         self.reporting.metrics.write(entry(position.step, named))
         return reduced
+
+    def evaluate(
+        self, loader: Any, function: Callable[[Any], dict[str, Any]], *, prefix: Any = "eval", pad: bool = False
+    ) -> dict[str, float]:
+        """Call `function` with each batch of `loader`, `log` what it returned in all, and return the quotients by name.
+        The ranks take batches in turn, so that each sample counts once. All ranks call this at the same step.
+
+        `function` returns for each name a pair `(sum, count)` over its batch: `{"accuracy": (right, len(labels))}`. It
+        runs without gradients, and with the tracked modules in evaluation mode, which get their own modes back. `pad`
+        is for FSDP2, see `eval_batches`. Raises UserError as `log` does, and for a value that is no pair.
+        """
+        self._together("evaluate", str(prefix))
+        tracked = [item for item in self.tracked.items.values() if isinstance(item, nn.Module)]
+        modes = [(module, module.training) for item in tracked for module in item.modules()]
+        sums: dict[str, list[float]] = {}
+        try:
+            for item in tracked:
+                item.eval()
+            with torch.no_grad():
+                for batch in self.eval_batches(loader, pad=pad):
+                    terms = {name: terms_of(f"job.evaluate: {name}", value) for name, value in function(batch).items()}
+                    for name, pair in terms.items():
+                        if len(pair) != 2:
+                            raise UserError(f"evaluate: {name} must be a pair (sum, count), got a number. Add a count.")
+                        if self.loop.weight:  # otherwise the batch only keeps this rank in step
+                            sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0)), pair, strict=True)]
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        names = dict.fromkeys(name for each in self.group.gather([*sums]) for name in each)  # a rank may get no batch
+        return self.log(prefix=prefix, **{name: tuple(sums.get(name, (0.0, 0.0))) for name in names})
 
     def gather(self, value: Any) -> list[Any]:
         """Return the list of every rank's `value`, by rank. All ranks call this. A value consists of numbers, strings,
