@@ -167,7 +167,7 @@ def evaluate_and_save(t: Training) -> None:
 def evaluate_and_report(t: Training) -> None:
     """Evaluate the current weights and log the result. If the job must stop meanwhile, save and raise Stopped."""
     config, job = t.config, t.job
-    job.loop.behind_said = True  # a resume evaluates before its first step
+    job.repeats_calls = True  # a resume evaluates before its first step
     with job.phase("evaluation", config.eval_timeout_s):
         result = evaluate(config, job.group, t.workload, t.plain, job.eval_batches(t.eval_loader, pad=True))
         t.tables = result.tables

@@ -64,7 +64,7 @@ class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:
-            self.job.loop.behind_said = True  # the page says that a validation does not run again
+            self.job.repeats_calls = True  # the page says that a validation does not run again
             self.job.log(**trainer.callback_metrics)
 
 

@@ -96,5 +96,5 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         # A copy can't hold numpy's values, nor JSON tensors. Replace them in the record that the Trainer has just added
         plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in logs.items()}
         state.log_history[-1] |= plain
-        self.job.loop.behind_said = True  # the script can't move this call
+        self.job.repeats_calls = True  # the script can't move this call
         self.job.log(**{name: float(value) for name, value in plain.items() if isinstance(value, int | float)})

@@ -184,8 +184,8 @@ class Job(TrainingLoop):
         """Warn once of a call in the body of a loop after the body's step."""
         loop = self.loop
         behind = loop.running and self.position.step > loop.began_at and not self._step.inside
-        if behind and self.is_main and not loop.behind_said:
-            loop.behind_said = True
+        if behind and self.is_main and not self.repeats_calls:
+            self.repeats_calls = True  # say it once
             self.group.log.warning(
                 f"{call}: job.{call} comes after job.step in the body of the loop. If a rank is killed in between, "
                 "a resume begins with the next batch, and this call is lost. Call it above the forward pass, or after "

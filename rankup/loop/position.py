@@ -32,8 +32,7 @@ class LoopState:
     `changes_to_repeat`: blocks of `job.change` whose changes the copy already holds.
     `left_after`: how many batches of its newest pass the loop took before it left that pass by `break`, or 0; None once
     that was said. `cycles`: where each `job.cycle` is.
-    `began_at`: the step at which the newest pass of the loop's body began. `behind_said`: a line said that the body
-    calls for all ranks after its step.
+    `began_at`: the step at which the newest pass of the loop's body began.
     `may_hold`: the `Batches` of the newest pass if code may hold batches of it, see `Step`.
     """
 
@@ -52,7 +51,7 @@ class LoopState:
         self.changes_to_repeat = position.changes
         self.left_after: int | None = 0
         self.may_hold: Any = None
-        self.began_at, self.behind_said = 0, False
+        self.began_at = 0
 
     def begin_epoch(self) -> None:
         self.epoch += 1

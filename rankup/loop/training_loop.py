@@ -45,7 +45,7 @@ class TrainingLoop:
         self._batches: dict[int, Batches] = {}  # by id of the loader, for loaders used in this epoch or the last one
         self._wrappers = trained.Wrappers(group, self.tracked, self.clock)
         self._cycles: dict[int, Cycle] = {}  # by id of the loader
-        self._begun = False
+        self._begun = self.repeats_calls = False
         self._step = Step(self)
 
     @property
