@@ -3,7 +3,6 @@
 import os
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from rankup.errors import PeerLost, UserError
 from rankup.group.group import Group, _packed
 from rankup.group.joining import check_settings
-from rankup.loop.job import Job
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
 from tests.rigs.strangers import Evil
@@ -49,7 +47,7 @@ def check(group: Group) -> None:
     state = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(5, 3)}}, "lr": 0.1, "betas": (0.9, 0.99)}
     received = group.broadcast_tensors(state if rank == 0 else None)
     assert received["betas"] == (0.9, 0.99)
-    gathered: Any = Job.gather(SimpleNamespace(group=group, world_size=len(ranks)), [received, rank, "x" * rank])
+    gathered: Any = group.gather_tensors([received, rank, "x" * rank])
     assert [each[1:] for each in gathered] == [[each, "x" * each] for each in ranks]
     for found in (each[0]["state"][0] for each in gathered):
         assert found["step"] == 3
