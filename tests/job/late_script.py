@@ -14,6 +14,7 @@ _, run, where, exchange = sys.argv
 torch.set_num_threads(1)
 job = rankup.init(run, step_timeout_s=6, tensorboard=False, save_every_steps=0)
 late = job.rank == 1
+group = dist.new_group()
 
 
 def sleep(gradient: torch.Tensor) -> torch.Tensor:
@@ -56,6 +57,8 @@ for batch in job.batches(DataLoader(Data(), batch_size=None)):
         sys.exit()
     if late and job.step_number == 3 and where == "evaluation":
         job.gather(1)
+    if late and job.step_number == 3 and where == "group":
+        dist.all_reduce(torch.ones(1), group=group)
     output = model(batch)
     loss = (Slow.apply(output) if where == "backward" else output).sum()
     optimizer.zero_grad()

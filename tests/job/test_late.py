@@ -38,12 +38,19 @@ def test_rank_without_batches_is_named_at_once_and_nothing_is_repeated(forks: Fo
     assert "took longer" not in output
 
 
-@pytest.mark.parametrize("where", ["finish", "evaluation"])
+@pytest.mark.parametrize(("where", "call"), [("finish", "finish"), ("evaluation", "gather")])
 def test_ranks_at_different_places_of_the_program_are_a_fault_of_it(
-    where: str, forks: Forks, tmp_path: Path
+    where: str, call: str, forks: Forks, tmp_path: Path
 ) -> None:
     """Rank 1 leaves the loop or evaluates, and the others exchange gradients. No restart helps."""
-    output = output_of(forks, tmp_path, where, "ddp", code=1)
+    output = output_of(forks, tmp_path, where, "ddp", code=2)
+    at = r"backward \(late_script.py:\d+ <module>\) of step 4"
+    why = rf"{call}: job.{call} must be called on all ranks, got a call on rank 1 \(\S+\) while rank \d \(\S+\)"
+    assert re.search(f"error: {why} waits at {at}", output), output
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_are_a_fault_of_the_program(forks: Forks, tmp_path: Path) -> None:
+    output = output_of(forks, tmp_path, "group", "ddp", code=1)
     at = r"\(late_script.py:\d+ <module>\) of step 4"
     assert re.search(rf"at different places of the program: ranks 0[, ]+2: backward {at}; rank 1: \w+ {at}", output)
 
