@@ -2,9 +2,10 @@
 
 Each proposal carries a basis, which says who may form the next membership: a majority of its `voters`, or half of them
 (see `claims`). These must include a node in use, one of `used`: without its ranks the last membership can't still run
-elsewhere. All voters, spares included, get a proposal before its commit. A part of the job may not know the newest
-voters, so a majority of the earlier ones, `before`, is needed too: until a proposal is committed, or until majorities
-of both groups know that a spare came or left (Raft's joint consensus).
+elsewhere. They must also include one of `ran`, which has the state if the last membership was only proposed. All
+voters, spares included, get a proposal before its commit. A part of the job may not know the newest voters, so a
+majority of the earlier ones, `before`, is needed too: until a proposal is committed, or until majorities of both groups
+know that a spare came or left (Raft's joint consensus).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -156,7 +157,8 @@ def is_majority(tokens: Collection[str], voters: Collection[str]) -> bool:
 def outvoted(basis: Basis, here: Collection[str], *, shared: bool) -> str:
     """Return why the nodes `here` must not go on, because the others might do so too, or "" if they may go on.
     `shared`: whether the job has a `--shared-dir`."""
-    ended = basis.left or any(token in here for token in basis.used)
+    # Nobody knows whether a membership that was only proposed ran. If not, those of the one before have the state
+    ended = basis.left or all(any(token in here for token in group) for group in (basis.used, basis.ran) if group)
     for n, voters in basis.electorates:
         present = [token for token in voters if token in here]
         half = 2 * len(present) == len(voters) and (present[:1] == list(voters[:1]) or shared)
