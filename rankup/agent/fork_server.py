@@ -97,7 +97,7 @@ class ForkServer:
             )
         self.pid = self._process.pid
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._channel, self._on_readable)
+        self._loop.add_reader(self._channel, self._known)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
     def start_rank(
@@ -149,7 +149,7 @@ class ForkServer:
         # Kill what is left of the last membership: its store, or a rank that was given up because its disk is dead
         for pid in [pid for pid, (each, _) in self._running.items() if each == which]:
             send_signal(pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # the server is gone, which `_on_readable` will notice
+        with contextlib.suppress(OSError):  # the server is gone, which `_read` will notice
             request |= {"number": self._starts, "descriptors": len(descriptors)}
             self._channel.send_bytes(json.dumps(request).encode())
             for descriptor in descriptors:
@@ -160,7 +160,7 @@ class ForkServer:
         with contextlib.suppress(OSError):
             self._channel.send_bytes(json.dumps({"start": None}).encode())
 
-    def _on_readable(self) -> None:
+    def _read(self) -> None:
         try:
             news = json.loads(self._channel.recv_bytes())
         except (EOFError, OSError):
@@ -195,10 +195,10 @@ class ForkServer:
         reap_orphans(but=lambda: {self.pid, *self._known()})
 
     def _known(self) -> list[int]:
-        """Return the process ids of ranks and stores. A rank may end before the news of its start is read, but that
-        news is sent before this process can inherit the rank."""
+        """Read what the server has told, without waiting. Return the process ids of ranks and stores. A rank may end
+        before the news of its start is read, but that news is sent before this process can inherit the rank."""
         while not self._channel.closed and self._channel.poll():
-            self._on_readable()
+            self._read()
         return [*self._running]
 
     def _bury(self) -> None:

@@ -357,6 +357,24 @@ def test_end_of_a_rank_is_not_taken_for_an_orphans_before_its_start_is_known(tmp
         assert own.ran([script(tmp_path, "import sys\nsys.exit(3)")]).code == 3
 
 
+@pytest.mark.timeout(120)
+def test_news_that_come_together_with_a_signal_do_not_block_the_agent(tmp_path: Path) -> None:
+    """In one turn of the event loop the end of a child is handled, which reads the news, and then the news."""
+    with opened(tmp_path, fork=False) as own:
+        file = script(tmp_path, WAITS)
+        own.ready(own.start([file]))
+        second = own.start([file])
+
+        async def both() -> None:
+            await asyncio.sleep(0)  # the server gets the order
+            wait_for("the news of the start", own.server._channel.poll)
+            asyncio.get_running_loop().call_soon(own.server._reap)
+            await asyncio.sleep(0.1)
+
+        own.runner.run(both())
+        assert own.server.pids[second]
+
+
 def test_end_of_an_abandoned_rank_is_not_its_successors(light: Rig, tmp_path: Path) -> None:
     """The rank waited for a dead disk. It is killed when the next rank with its number starts."""
     light.ready(light.start([script(tmp_path, WAITS)]))
