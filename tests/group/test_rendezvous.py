@@ -102,6 +102,8 @@ def failures(begin: Starter, web_server: int) -> dict[str, tuple[int, list[Rank]
     ranks["stopped"] = case("stopped", (1, 3), join_s=JOIN_S)
     wait_for_connection(ranks["stopped"][0], ports["stopped"])
     stopped.processes[0].signal("SIGSTOP")
+    for agent in psutil.Process(stopped.processes[0].pid).children():
+        agent.suspend()  # it would do so itself at its next heartbeat, and until then compare settings
     ranks["stopped"] += case("stopped", (2, 3), join_s=JOIN_S)
     return {name: (ports[name], started) for name, started in ranks.items()}
 
