@@ -45,7 +45,7 @@ job.finish()
 """
 
 
-@pytest.mark.parametrize("size", [4, 10])  # the third rank's batch is short, or two ranks get none
+@pytest.mark.parametrize("size", [2, 10])  # some ranks get two batches and one gets one, or two ranks get none
 def test_each_sample_counts_once_after_a_lost_rank_too(size: int, forks: Forks, tmp_path: Path) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
