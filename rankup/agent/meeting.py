@@ -304,6 +304,8 @@ class Meeting:
         is_newer = basis.age >= self.basis.age  # otherwise a newer basis has been proposed already
         if is_newer:
             self.basis = basis
+        if kind != "basis":
+            self._addresses |= {node.name.partition(" on ")[0]: node.address for node in basis.known}
         if kind == "propose":
             if is_newer:
                 self._out.append(Hear(self._proposal(basis)))
@@ -320,8 +322,6 @@ class Meeting:
         elif kind == "spare":
             self._until_s = math.inf
             self._out.append(Hear(message))
-        if kind != "basis":
-            self._addresses |= {node.name.partition(" on ")[0]: node.address for node in basis.known}
 
     def _proposal(self, basis: Basis) -> dict[str, Any]:
         """Return what this node must do for a proposal. Each member tests the route to the next one in a ring, so each
@@ -497,6 +497,8 @@ class Meeting:
             self._out.append(Send((link,), {"is": "leads", **leading.greeting(), "port": self.me.serves}))
             if not said["over"] and leading.yields_to(said):
                 leading.follow = dialed.address
+            if said.get("at"):  # a member says who leads it: call that leader next time
+                self._addresses["the leader"] = tuple(said["at"])
         self._out.append(Close(link, False))
 
     def _join(self, link: int, dialed: Dialed) -> None:

@@ -112,6 +112,7 @@ class Host:
         self.frozen, self.inbox, self.wires = False, [], {}
         self.runs = self.ready = self.started = self.committed = self.begun = 0
         self.leaves = self.over = False
+        self.tick_at = 0.0  # the tick of an earlier life wakes nobody
         self.stop = self.confirmed = sys.maxsize
         self.warm = dice.random() < 0.5
         if not self.warm:
@@ -698,25 +699,31 @@ class World:
         def settled() -> bool:
             return self.progress >= 2 and self.complete_now()
 
-        patience_s = GONE_S if self.limits and self.crashes + self.asked_to_leave else HEALING_S
+        patience_s = GONE_S if self.disturbed else HEALING_S
         if self.run_until(self.now_s + patience_s, settled):
             return
         alive = [host for host in self.hosts if host.meeting is not None]
-        if not alive or self.crashes or self.asked_to_leave:
-            if any(host.runs for host in alive) and not self.progress:
-                raise Violation(f"ranks run and finish nothing: {[(h.token, h.runs) for h in alive]}")
+        if self.disturbed and not any(host.runs for host in alive):
             return
-        raise Violation(f"no progress after {patience_s:g} s: {[(h.token, h.runs) for h in alive]}, {self.overs[:3]}")
+        raise Violation(f"not all go on after {patience_s:g} s: {[(h.token, h.runs) for h in alive]}, {self.overs[:3]}")
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether nodes were killed, or asked to leave, so that too few voters may be left."""
+        return self.crashes + self.asked_to_leave > 0
 
     def complete_now(self) -> bool:
-        """Return whether all nodes that may take part do: those that leave, or pay for many losses, may not."""
+        """Return whether all nodes that may take part do: those that leave, or pay for many losses, may not, nor those
+        of a job that was given up, nor those that know only node 0 once that has left. If no node was killed, none may
+        have given up."""
         runs = {host.runs for host in self.hosts if host.meeting is not None and host.runs}
         leader = next((host.meeting.leading for host in self.hosts if host.meeting and host.runs
                        and host.meeting.leading), None)
         waits = {seat.claim.start for seat in leader.seats.values() if leader._pause_s(seat)} if leader else set()
-        alive = [host for host in self.hosts
-                 if host.meeting is not None and not host.leaves and (host.runs or host.number not in waits)]
-        need = self.size if self.limits is None else min(len(alive), self.limits.most)
+        jobs = {*self.newest[3:], *[""] * (self.hosts[0].meeting is not None)}
+        free = [host for host in self.hosts if not host.leaves and (host.runs or host.number not in waits) and (
+            not self.disturbed if host.meeting is None else host.meeting.basis.job in jobs)]
+        need = self.size if self.limits is None else min(len(free), self.limits.most)
         return len(runs) == 1 and sum(bool(host.runs) for host in self.hosts) >= need
 
 

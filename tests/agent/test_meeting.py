@@ -339,6 +339,25 @@ def test_member_that_has_only_heard_the_first_proposal_never_leads():
     assert seeker.meeting.problem == "refused"
 
 
+def test_leader_of_an_older_membership_asks_members_where_the_newer_leader_is():
+    """It was cut off while it had heard only a proposal. It may know no node that leads now."""
+    seeker = Seeker(3, Basis())
+    seeker.answer({"10.0.0.0": {"token": "token0"}})
+    proposed = basis(4, 4, n=8, v=0, by="token0", before=((7, ("token0", "token1")),))
+    link = seeker.meeting._link
+    seeker.take(Heard(link, {"is": "propose", "n": 8, "basis": proposed.pack()}))
+    seeker.take(Ended(link))
+    seeker.now_s += 1.0
+    seeker.answer({})
+    assert seeker.meeting.leading is not None
+    at = {"over": "this node does not lead", "at": ("10.0.0.9", 1), "n": 9, "formed": 9}
+    leader = {"token": "new", "n": 9, "formed": 9, "running": True}
+    for _ in range(3):
+        seeker.now_s += timing.CALL_S
+        seeker.answer({"10.0.0.2": {"token": "token2", **at}, "10.0.0.9": leader})
+    assert seeker.meeting.at == ("10.0.0.9", 1)
+
+
 # Members that do not fit ---------------------------------------------------------------------------------------------
 
 
