@@ -699,7 +699,7 @@ class World:
         def settled() -> bool:
             return self.progress >= 2 and self.complete_now()
 
-        patience_s = GONE_S if self.disturbed else HEALING_S
+        patience_s = GONE_S if self.limits and self.disturbed else HEALING_S
         if self.run_until(self.now_s + patience_s, settled):
             return
         alive = [host for host in self.hosts if host.meeting is not None]
