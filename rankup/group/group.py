@@ -9,12 +9,15 @@ import io
 import json
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from itertools import accumulate, pairwise
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from rankup.agent.ends import is_peer_loss
 from rankup.env.rank_env import RankEnv
@@ -334,8 +337,21 @@ class Group:
 
 
 def _packed(value: Any) -> bytes:
+    """Return `value` as bytes. torch.save writes all memory behind a tensor, even if the tensor is a small view of it.
+    Therefore such a tensor travels as a copy of what it shows."""
+    tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    whole = {id(each): _without_rest(each) for each in tensors}
+    if any(whole[id(each)] is not each for each in tensors):
+        value = deepcopy(value, whole)  # takes these in place of the tensors
     torch.save(value, file := io.BytesIO())
     return file.getvalue()
+
+
+def _without_rest(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return nn.Parameter(made, made.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _unpacked(data: bytes) -> Any:

@@ -14,7 +14,13 @@ import torch
 from rankup.errors import UserError
 from rankup.urls import must_hold_no_secrets, secrets_in
 
-SECRET = re.compile(r"(^|[_-])(password|passwd|secret|token|(api|access|secret|private)[_-]?key)$", re.IGNORECASE)
+# Names of credentials, also as hfToken or hub.token
+SECRET = re.compile(
+    "(password|passwd|passphrase|secret|token|credentials?|(api|access|secret|private)[_-]?key)$", re.IGNORECASE
+)
+# A token of texts, by the names that transformers gives to it, or by its brackets: <image>, [SEP], </s>
+NAMED_IN_TEXT = re.compile("(bos|eos|unk|sep|pad|cls|mask)[_-]?token$", re.IGNORECASE)
+IN_BRACKETS = re.compile(r"\s*(<.*>|\[.*\])?\s*")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # in the text of an object that has none of its own
 NOTHING = "nothing"
 
@@ -47,15 +53,26 @@ def _by_name(given: Any) -> dict[str, Any]:
 
 def _without_secrets(name: str, value: Any) -> Any:
     """Return a JSON value with *** for passwords and keys, at any depth. Raises UserError for an address with one."""
-    if SECRET.search(name) and value not in (None, ""):
-        return "***"
     if isinstance(value, dict):
-        return {key: _without_secrets(key, each) for key, each in value.items()}
+        return {key: _without_secrets(name if SECRET.search(name) else key, each) for key, each in value.items()}
     if isinstance(value, list):
         return [_without_secrets(name, each) for each in value]
+    if _is_secret(name, value):
+        return "***"
     if isinstance(value, str) and secrets_in(value):
         raise UserError(must_hold_no_secrets(f"settings: {name}"))
     return value
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    """Return whether a number or text is a credential, by its name. A switch or a token of texts is none: what a run
+    does not keep may change at a resume, and nothing refuses it."""
+    if not SECRET.search(name) or isinstance(value, bool) or value in (None, ""):
+        return False
+    is_token = name.lower().endswith("token")
+    return not (is_token and (
+        not isinstance(value, str) or NAMED_IN_TEXT.search(name) or IN_BRACKETS.fullmatch(value)
+    ))
 
 
 def settings_of(given: Any) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from rankup.errors import PeerLost, UserError
 from rankup.group.group import Group, _packed
@@ -75,6 +77,28 @@ def test_values_arrive_as_they_were_sent_on_three_ranks(forks: Forks):
 
 def test_one_rank_alone_gets_the_same_as_among_several():
     check(group_of(0, 1))
+
+
+@pytest.mark.parametrize("view", [
+    lambda x: x[:2], lambda x: x[::1000], lambda x: x.view(100, -1)[:, 3], lambda x: {"a": [x[5:6], (x[7:9].t(),)]},
+    lambda x: nn.Parameter(x[:3]), lambda x: nn.Linear(2, 2).state_dict() | {"part": x[:1]},
+])
+def test_view_of_a_tensor_travels_without_the_memory_behind_it(view: Any) -> None:
+    value = view(torch.arange(100_000.0))
+    (found,) = group_of(0, 1).gather_tensors(value)
+    assert [type(each) for each in tree_leaves(found)] == [type(each) for each in tree_leaves(value)]
+    for here, there in zip(tree_leaves(value), tree_leaves(found), strict=True):
+        assert torch.equal(here, there)
+        assert here.requires_grad == there.requires_grad
+    assert len(_packed(value)) < 5000 + 4 * sum(each.numel() for each in tree_leaves(value))
+
+
+def test_tensors_that_share_memory_and_versions_of_modules_arrive_as_they_are() -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    state["same"] = state["running_mean"]
+    (found,) = group_of(0, 1).gather_tensors(state)
+    assert found["same"] is found["running_mean"]
+    assert found._metadata == state._metadata
 
 
 @pytest.mark.parametrize("write", [lambda value: pickle.dumps(value, protocol=2), _packed])

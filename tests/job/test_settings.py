@@ -165,6 +165,27 @@ def test_settings_in_any_object_are_kept_with_those_of_its_class(given: Any) -> 
     assert settings_of(nested) == {"3": [0, 1], "proxy": {"a": 1}, "slots": {"lr": 0.1, "name": "x"}}
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    ("hf_token", "hf_swordfish"), ("hfToken", "hf_swordfish"), ("hub.token", "swordfish"), ("authtoken", "swordfish"),
+    ("token", "short"), ("dbPassword", "x"), ("pin_password", 1234), ("ssh-passphrase", "x"), ("secret", {"user": "x"}),
+    ("credentials", ["x", "y"]), ("wandbApiKey", "x"), ("private_key", "<x>"),
+])
+def test_credential_is_not_kept(name: str, value: Any) -> None:
+    found = settings_of({name: value})[name]
+    assert {*(found.values() if isinstance(found, dict) else found if isinstance(found, list) else [found])} == {"***"}
+
+
+@pytest.mark.parametrize(("name", "before", "now"), [
+    ("pad_token", "PAD", "EOS"), ("image_token", "<image>", "<picture>"), ("sep_token", "[SEP]", " [SEP]"),
+    ("mask_token", {"content": "<mask>"}, {"content": "[MASK]"}), ("special_token", ["</s>"], ["<s>"]),
+    ("image_token", 32000, 32001), ("num_tokens", 1, 2), ("tokenizer", "gpt2", "t5"), ("use_secret", True, False),
+    ("token", None, 3), ("sort_key", "length", "name"),
+])
+def test_change_of_a_setting_that_only_sounds_like_a_credential_is_seen(name: str, before: Any, now: Any) -> None:
+    assert settings_of({name: before}) == {name: before}
+    assert differing(settings_of({name: before}), settings_of({name: now}))
+
+
 def test_nested_settings_keep_no_secret_and_are_compared_in_any_order() -> None:
     nested = {"db": {"password": "swordfish", "user": "x"}, "logins": [argparse.Namespace(api_key="swordfish")]}
     found = settings_of({"wandb-token": "swordfish", **nested})
