@@ -1,8 +1,8 @@
 """Measure how long many agents take to meet, and to go on after the leader is lost.
 
 Each agent of `rankup launch --nnodes LEAST:MOST --spares 1` is a process of its own, with all its connections and
-messages. Its ranks are left out: the fork server of this script starts no process, and a rank ends as soon as it gets a
-signal.
+messages. Its ranks are left out: the fork server of this script starts no process, and a rank ends as soon as its agent
+says that another node is lost.
 
     python bench/agents.py 16 64 256
 
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import struct
 import sys
 import tempfile
@@ -45,13 +46,15 @@ class NoServer:
     node, report = 0, -1
 
     def __init__(self, *, on_end: Callable[[int, int], object], **_: Any) -> None:
-        self._on_end, self.pids, self.ready = on_end, dict[int, int](), asyncio.Event()
+        self._on_end, self.ready = on_end, asyncio.Event()
+        self.pids, self._lines = dict[int, int](), dict[int, socket.socket]()
 
     def start(self, *_: Any, **__: Any) -> None:
         self.ready.set()
 
-    def start_rank(self, local_rank: int, *_: Any, **__: Any) -> None:
-        self.pids[local_rank] = 0
+    def start_rank(self, local_rank: int, *_: Any, line: list[int], **__: Any) -> None:
+        self.pids[local_rank], self._lines[local_rank] = 0, socket.socket(fileno=os.dup(line[0]))
+        asyncio.get_running_loop().add_reader(self._lines[local_rank], self.signal, local_rank, signal.SIGTERM)
         os.write(self.report, STARTED.pack(self.node, time.monotonic()))
 
     def start_store(self, listener: object) -> None:
@@ -59,6 +62,8 @@ class NoServer:
 
     def signal(self, local_rank: int, number: int) -> None:
         if self.pids.pop(local_rank, None) is not None:
+            asyncio.get_running_loop().remove_reader(self._lines[local_rank])
+            self._lines.pop(local_rank).close()
             asyncio.get_running_loop().call_soon(self._on_end, local_rank, 128 + number)
 
     def close(self) -> None:

@@ -38,6 +38,8 @@ T = TypeVar("T")
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 LONGEST = 1 << 20  # bytes of one message; the longest are a commit, which names each host, and a hello, which names
 # each file that the script imports from its folder
+BACKLOG = 4096  # all members of a large job connect at once, and those that find the queue full wait for a second
+AT_ONCE = 100  # how many connections the event loop accepts in one turn: each is an open file until its turn comes
 SECRET_FILE = "RANKUP_SECRET_FILE"
 WAY_OUT = f"Set {SECRET_FILE} to the same content on all nodes, or on none"
 NONCE = 32  # bytes of a nonce, and of an HMAC-SHA256
@@ -156,10 +158,15 @@ async def listen(accept: Accept, *, ip: str, port: int) -> asyncio.Server:
 
     Raises JoinError if the port is in use, and UserError if this user may not open it.
     """
-    until_s, accept = time.monotonic() + PORT_S, guard(accept, read_secret(os.environ))
+    until_s, secret = time.monotonic() + PORT_S, read_secret(os.environ)
+    accept = guard(accept, secret)
     while True:
         try:
-            return await asyncio.start_server(accept, sock=open_port(ip, port), limit=LONGEST)
+            sock = open_port(ip, port)
+            server = await asyncio.start_server(accept, sock=sock, limit=LONGEST, backlog=AT_ONCE)
+            if not secret:  # otherwise strangers must not fill a long queue before members
+                sock.listen(BACKLOG)  # asyncio has set it to AT_ONCE
+            return server
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 why = os.strerror(error.errno or 0)
@@ -174,11 +181,10 @@ async def listen(accept: Accept, *, ip: str, port: int) -> asyncio.Server:
         await asyncio.sleep(PAUSE_S)
 
 
-def open_port(ip: str, port: int, *, backlog: int = 4096) -> socket.socket:
+def open_port(ip: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:
     """Return a listening socket. `ip` and `port`: as in `listen`. Raises OSError.
 
-    One socket serves IPv4 and IPv6. asyncio would open two, and with port 0 they would have different ports. The
-    backlog is long because all members of a large job connect at once.
+    One socket serves IPv4 and IPv6. asyncio would open two, and with port 0 they would have different ports.
     """
     dual = not ip and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in ip else socket.AF_INET

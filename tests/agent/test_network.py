@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -86,3 +87,21 @@ def test_connection_that_stands_counts_although_this_process_got_no_cpu(answers:
         ports = {each.getsockname()[1] for each in full}
         with contextlib.nullcontext() if answers else pytest.raises(TimeoutError):
             asyncio.run(connect(listener))
+
+
+def test_all_members_of_a_large_job_may_connect_at_once() -> None:
+    """If the kernel drops a connection because too many wait, the member repeats it a second later."""
+
+    async def standing() -> int:
+        server = await listen(lambda *_: asyncio.sleep(0), ip="127.0.0.1", port=0)
+        address = server.sockets[0].getsockname()
+        with contextlib.ExitStack() as held:
+            members = [held.enter_context(socket.socket()) for _ in range(300)]
+            for member in members:  # meanwhile the leader is busy
+                member.setblocking(False)
+                member.connect_ex(address)
+            found = sum(member.connect_ex(address) in (0, errno.EISCONN) for member in members)
+        server.close()
+        return found
+
+    assert asyncio.run(standing()) == 300
