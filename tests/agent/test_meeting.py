@@ -1,7 +1,7 @@
 """What the meeting says and refuses, and whom it waits for. No connection, no process, no clock.
 
 `simulator.py` tests what must never happen, whatever fails: two halves that go on, a finished step that is given up, a
-job that does not go on. test_peers.py tests connections, test_membership.py kills and freezes real processes."""
+job that does not go on. test_peers.py tests connections, test_membership.py kills real processes."""
 
 from dataclasses import replace
 from typing import Any
@@ -331,14 +331,6 @@ def test_leader_of_another_job_or_with_an_older_membership_is_not_followed(said:
         assert seeker.sent[-1].message["is"] == "hello"
 
 
-def test_member_that_has_only_heard_the_first_proposal_never_leads():
-    """Its leader may have proposed, and committed, another membership meanwhile."""
-    seeker = Seeker(1, basis(3, 3, n=1, v=0, job="", before=((0, ()),)))
-    assert seeker.answer({}) == 1
-    assert seeker.meeting.leading is None
-    assert seeker.meeting.problem == "refused"
-
-
 def test_leader_of_an_older_membership_asks_members_where_the_newer_leader_is():
     """It was cut off while it had heard only a proposal. It may know no node that leads now."""
     seeker = Seeker(3, Basis())
@@ -531,12 +523,6 @@ def test_messages_of_an_earlier_membership_are_dropped():
     assert room.leader.running
     puppets[1].say("end", host="", n=2, rank=1, code=3)
     assert puppets[2].hears("lost")["ranks"] == [1]
-
-
-def test_new_leader_counts_on_from_its_members_number():
-    room = Room()
-    puppets = [room.own, room.enter(member(1), age=(7, 7, 1, "x")), room.enter(member(2), age=(6, 6, 1, "x"))]
-    assert room.agree(puppets)["n"] == 8
 
 
 def test_simultaneous_questions_get_one_answer():
