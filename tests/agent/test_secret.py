@@ -11,19 +11,16 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from rankup.agent import network
 from rankup.agent.network import NONCE, SECRET_FILE, Link, encode, greeting, listen, prove, read_secret
 from rankup.agent.protocol import Member
 from rankup.errors import UserError
-from tests.agent.test_launch import WAITS, add_node
 from tests.agent.test_membership import Nodes
 from tests.agent.test_peers import fake_leader
-from tests.rigs.jobs import Job, ended, free_port, wait_for
+from tests.rigs.jobs import ended, environ_of, wait_for
 from tests.rigs.meeting_room import BOUND_S, asynchronous
 
 SECRET = b"0123456789abcdef"
@@ -225,63 +222,43 @@ def record(port: int) -> bytes:
         return said
 
 
-def test_stranger_ends_no_attempt_before_or_in_a_membership(tmp_path: Path, secret_file: Path):
-    port, job = free_port(), Job()
-    env = {SECRET_FILE: str(secret_file)}
-    text = f"{WAITS}(folder / f'environment-{{rank}}').write_text(repr(os.environ))\n"
-    folders = [tmp_path / "node0", tmp_path / "node1"]
-    with ended(job):
-        for folder in folders:
-            folder.mkdir()
-        add_node(job, folders[0], text, node=0, num_nodes=2, port=port, env=env)
-        while True:
-            with contextlib.suppress(ConnectionRefusedError):
-                recorded = record(port)
-                break
-        stranger = Stranger(port, recorded)
-        with stranger.talking():
-            wait_for("five rounds of the stranger", lambda: stranger.rounds >= 5)
-            add_node(job, folders[1], text, node=1, num_nodes=2, port=port, env=env)
-            wait_for("a membership", lambda: (folders[1] / "here-1-0").exists())
-            said = stranger.rounds
-            wait_for("twenty more rounds of the stranger", lambda: stranger.rounds >= said + 20)
-            for folder in folders:
-                (folder / "go").touch()
-            assert job.wait() == [0, 0], job.output
-    assert [path.name for folder in folders for path in folder.glob("here-*")] == ["here-0-0", "here-1-0"], job.output
-    for rank, folder in enumerate(folders):
-        environment = (folder / f"environment-{rank}").read_text()
-        assert SECRET.decode() not in environment
-        assert str(secret_file) not in environment
-
-
-def test_stranger_ends_nothing_while_nodes_come_and_go(tmp_path: Path, secret_file: Path):
+def test_stranger_ends_nothing_before_a_membership_and_while_nodes_come_and_go(tmp_path: Path, secret_file: Path):
     """It talks to the ports of all nodes: node 1 leads once node 0 is lost, and the spare takes its place."""
     options, env = ("--spares=1", "--wait-for-node=100", "--lost-after-s=60"), {SECRET_FILE: str(secret_file)}
     nodes = Nodes(tmp_path, "2", *options)
     with contextlib.ExitStack() as stack:
         job = stack.enter_context(ended(nodes.job))
-        for node in range(3):
+        strangers = dict[int, Stranger]()
+
+        def listening(node: int) -> list[int]:
+            found = [each for each in nodes.agents[node].net_connections("tcp") if each.status == "LISTEN"]
+            return [each.laddr.port for each in sorted(found, key=lambda each: each.fd)]
+
+        def talk_to(node: int, port: int) -> None:
+            strangers[node] = Stranger(port, record(port))
+            stack.enter_context(strangers[node].talking())
+
+        nodes.add(0, env)
+        wait_for("its port", lambda: nodes.port in listening(0))
+        talk_to(0, nodes.port)
+        wait_for("five rounds of the stranger", lambda: strangers[0].rounds >= 5)
+        for node in (1, 2):  # the spare may come late
             nodes.add(node, env)
         first = nodes.attempt(2)
         lost, other = (nodes.of_rank(rank, first) for rank in (0, 1))
-        strangers = {}
-
-        def listening(agent: psutil.Process) -> list[Any]:
-            return [each for each in agent.net_connections("tcp") if each.status == "LISTEN"]
-
-        for node, agent in nodes.agents.items():  # the spare may come late
-            found = wait_for("a port", functools.partial(listening, agent))
-            port = min(found, key=lambda each: each.fd).laddr.port  # the other ports test routes, and read nothing
-            strangers[node] = Stranger(port, record(port))
-        for stranger in strangers.values():
-            stack.enter_context(stranger.talking())
+        for node in (1, 2):  # the ports after the first one test routes, and read nothing
+            talk_to(node, wait_for("a port", functools.partial(listening, node))[0])
         wait_for("two rounds of all strangers", lambda: all(each.rounds >= 2 for each in strangers.values()))
         wait_for("a spare", lambda: nodes.shown(0).count('"spare"'))
         nodes.kill(lost)
         second = nodes.attempt(2, after=first)
         said = {node: each.rounds for node, each in strangers.items()}
         wait_for("further rounds of all", lambda: all(each.rounds > said[node] + 2 for node, each in strangers.items()))
+        for path in (tmp_path / "shared").glob(f"{second}-*"):
+            environment = "".join(environ_of(int(path.read_text().split()[1])).values())
+            assert environment
+            assert SECRET.decode() not in environment
+            assert str(secret_file) not in environment
         nodes.go()
         assert job.wait() == [-9 * (node == lost) for node in range(3)], job.output
     assert "this node is a spare" in job.outputs[3 - lost - other]
