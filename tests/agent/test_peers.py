@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from rankup import timing
-from rankup.agent.events import Judged, Rules
+from rankup.agent.events import Rules
 from rankup.agent.network import LONGEST, Link, encode
 from rankup.agent.peers import Peers
 from rankup.agent.protocol import Member
 from rankup.agent.votes import Basis, Node
-from tests.rigs.meeting_room import NEW, asynchronous, member
+from tests.rigs.meeting_room import NEW, Nobody, asynchronous, member
 
 KNOWN = {"token": "t", "n": 0, "formed": 0, "running": False, "job": ""}
 
 
-class Listening:
+class Listening(Nobody):
     """A node: its connections, the messages that it heard, and the lines that it printed."""
 
     def __init__(self, me: Member, port: Callable[[], int], *, leads: bool = False) -> None:
@@ -39,18 +39,6 @@ class Listening:
         event = await self.events.get()
         assert event["is"] == kind, event
         return event
-
-    def heartbeat(self) -> tuple[list[dict[str, Any]], bool]:
-        return [], True
-
-    async def prepare(self, n: int, size: int, job: str, restarts: int) -> Mapping[str, Any]:
-        return {"port": 1, "store": False, "again": False}
-
-    async def claim(self, job: str, n: int) -> bool:
-        return True
-
-    def judged(self, output: Judged) -> None:
-        pass
 
     def say(self, text: str) -> None:
         self.said.append(text)

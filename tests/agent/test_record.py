@@ -1,12 +1,9 @@
 """The record of a rank: it outlives the rank, and all ranks stop at the step that it names."""
 
 import os
-import random
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -107,84 +104,7 @@ def test_reader_never_sees_a_half_written_number() -> None:
     assert record.step == 200_000
 
 
-# The step at which all ranks stop, for random orders of events ----------------------------------------------------
-
-
-class Rank:
-    """Trains on its own record. `step` steps are finished. It may be one step ahead of the slowest rank, as an exchange
-    of gradients allows."""
-
-    def __init__(self, step: int) -> None:
-        self.record, self.step, self.stopped = Record.new(), step, False
-        self.record.begin(step)
-
-    def run(self, all_ranks: list["Rank"]) -> Iterator[None]:
-        while True:
-            self.record.begin(self.step)
-            yield  # the agent may come between the two halves of `may_begin`
-            while (may_begin := self.record.may_begin(self.step)) is None:
-                yield
-            if not may_begin:
-                self.stopped = True
-                return
-            while min(rank.step for rank in all_ranks) < self.step:
-                yield  # it waits in the exchange
-            self.step += 1
-            yield
-
-
-class Member:
-    """An agent with its ranks, and with messages under way in both directions."""
-
-    def __init__(self, ranks: list[Rank]) -> None:
-        self.ranks = ranks
-        self.inbox: deque[tuple[str, int]] = deque()
-        self.outbox: deque[int] = deque()
-
-    def take(self) -> None:
-        kind, stop = self.inbox.popleft()
-        if kind == "prepare":
-            self.outbox.append(max(rank.record.ask_to_stop(stop) for rank in self.ranks))
-        else:
-            for rank in self.ranks:
-                rank.record.confirmed = stop
-
-
-def stop_all(chance: random.Random, members: list[Member]) -> int:
-    """Let all events happen in an order that `chance` draws. Return the step."""
-    ranks = [rank for member in members for rank in member.ranks]
-    running = {rank: rank.run(ranks) for rank in ranks}
-    agreement = StopAgreement(members)
-    for member in members:
-        member.inbox.append(("prepare", agreement.step))
-    speeds = {rank: chance.choice([1, 3, 30]) for rank in ranks}
-    for _ in range(200_000):
-        if all(rank.stopped for rank in ranks):
-            return agreement.step
-        member = chance.choice(members)
-        event = chance.random()
-        if event < 0.1 and member.inbox:
-            member.take()
-        elif event < 0.2 and member.outbox:
-            if agreement.answer(member, stop=agreement.step, step=member.outbox.popleft()):
-                for each in members:
-                    each.inbox.append(("confirm" if agreement.confirmed else "prepare", agreement.step))
-        else:
-            rank = chance.choice(member.ranks)
-            for _ in range(speeds[rank]):
-                next(running[rank], None)
-    raise AssertionError("they never came to a step at which all stop")
-
-
-@pytest.mark.parametrize("members", [1, 2, 3])
-def test_all_ranks_stop_before_the_same_step_in_any_order_of_events(members: int) -> None:
-    for seed in range(150):
-        chance = random.Random(seed)
-        began = chance.choice([0, 1000])
-        group = [Member([Rank(began) for _ in range(chance.choice([1, 2]))]) for _ in range(members)]
-        step = stop_all(chance, group)
-        assert {rank.step for member in group for rank in member.ranks} == {step}, seed
-        assert step > began
+# The step at which all ranks stop, see tests/agent/simulator.py -------------------------------------------------------
 
 
 def test_refused_step_is_raised_by_twice_the_margin_after_all_answers() -> None:

@@ -42,6 +42,7 @@ from rankup.places.lease import Lease, Lineage
 from rankup.state import reading, tree
 from rankup.state.copies import MANIFEST, STATE
 from tests.rigs.checkpoints import fingerprint
+from tests.rigs.meeting_room import Nobody
 from tests.rigs.strangers import Evil
 from train.config.load import load_config
 from train.data.file_samples import decode
@@ -205,32 +206,14 @@ def frames() -> Files:
     return {"frames": b"".join(said)}
 
 
-class Nobody:
-    """A node without ranks, which is always ready."""
+class Ready(Nobody):
+    """A node that is always ready."""
 
     peers: Peers
 
     def hear(self, message: dict[str, Any]) -> None:
         if message["is"] == "propose":
             self.peers.send("ready", n=message["n"], problem="")
-
-    def heartbeat(self) -> tuple[list[dict[str, Any]], bool]:
-        return [], True
-
-    async def prepare(self, n: int, size: int, job: str, restarts: int) -> dict[str, Any]:
-        return {"port": 1, "store": False, "again": False}
-
-    async def claim(self, job: str, n: int) -> bool:
-        return True
-
-    def judged(self, output: Any) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def fail(self, error: Exception) -> None:
-        raise error
 
 
 async def nowhere() -> tuple[str, int]:
@@ -240,7 +223,7 @@ async def nowhere() -> tuple[str, int]:
 async def read_frames(data: bytes) -> None:
     broken: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
-    node, me = Nobody(), Member("t0", 0, 1, 2, "node0", 1, 9.0)
+    node, me = Ready(), Member("t0", 0, 1, 2, "node0", 1, 9.0)
     node.peers = Peers(me, Rules(), node, master=nowhere, leads=True)
     node.peers.start()
     await node.peers.accept(*_said(data))

@@ -53,6 +53,31 @@ def member(rank: int, *, of: int = 3, num_ranks: int = 1, token: str = "", **mor
     return Member(token or f"token{rank}", rank, num_ranks, of, **values)
 
 
+class Nobody:
+    """A node without ranks, for `Peers`. It can start any membership, and hears and prints nothing."""
+
+    def hear(self, message: dict[str, Any]) -> None:
+        pass
+
+    def heartbeat(self) -> tuple[list[dict[str, Any]], bool]:
+        return [], True
+
+    async def prepare(self, n: int, size: int, job: str, restarts: int) -> dict[str, Any]:
+        return {"port": 1, "store": False, "again": False}
+
+    async def claim(self, job: str, n: int) -> bool:
+        return True
+
+    def judged(self, output: Judged) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+
 class Puppet:
     """A member that says what the test tells it to say. `closed`: the leader has closed its connection."""
 
