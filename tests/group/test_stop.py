@@ -91,42 +91,34 @@ def test_signal_in_training_saves_that_step(forks: Forks, undisturbed: dict[int,
     assert_resumes(forks, run, undisturbed, world_size=1)
 
 
-@pytest.mark.parametrize(("where", "call", "order", "at_least", "at_most"), [
-    ("loss", 13, {"signal": "SIGTERM"}, 11, TOTAL),  # to both ranks at once
-    ("loss", 13, {"signal": "SIGINT", "rank": 1}, 11, TOTAL),
+@pytest.mark.parametrize(("world_size", "where", "call", "order", "at_least", "at_most"), [
+    (2, "loss", 13, {"signal": "SIGTERM"}, 11, TOTAL),  # to both ranks at once
+    (2, "loss", 13, {"signal": "SIGINT", "rank": 1}, 11, TOTAL),
     # The second of the three batches in the second evaluation, which is then repeated
-    ("evaluate", 5, {"signal": "SIGTERM", "rank": 0}, 16, 16),
-    ("evaluate", 5, {"signal": "SIGINT"}, 16, 16),
+    (2, "evaluate", 5, {"signal": "SIGTERM", "rank": 0}, 16, 16),
+    (2, "evaluate", 5, {"signal": "SIGINT"}, 16, 16),
     # A worker signals the process group while the loop waits for it. It gets the signal first, and sleeps very long
-    ("data", 6, {"signal": "SIGTERM", "to": "group", "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
-    ("data", 6, {"signal": "SIGUSR1", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
-    ("data", 6, {"signal": "SIGHUP", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
+    (2, "data", 6, {"signal": "SIGTERM", "to": "group", "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
+    (1, "data", 6, {"signal": "SIGTERM", "to": "group", "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
+    (2, "data", 6, {"signal": "SIGUSR1", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
+    (2, "data", 6, {"signal": "SIGHUP", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
     # Workers may get there before the eighth step ends
-    ("eval_data", 2, {"signal": "SIGUSR1", "to": "group", "lines": 8, "sleep_s": 600}, 8, 8),
+    (2, "eval_data", 2, {"signal": "SIGUSR1", "to": "group", "lines": 8, "sleep_s": 600}, 8, 8),
 ])
 def test_signal_stops_all_ranks_at_one_step_and_the_run_resumes(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, where: str, call: int, order: dict[str, Any],
-    at_least: int, at_most: int,
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, world_size: int, where: str, call: int,
+    order: dict[str, Any], at_least: int, at_most: int,
 ) -> None:
     run = tmp_path / "run"
     more = AT_THE_END if where == "data" else ()
     order |= {"log": str(run / "metrics.jsonl")} if "lines" in order else {}
-    codes, output = forks.run(*train(run, "--num-workers=2", *more), world_size=2, env=probe(where, call, **order))
+    line = train(run, "--num-workers=2", *more)
+    codes, output = forks.run(*line, world_size=world_size, env=probe(where, call, **order))
     assert assert_stopped(run, codes, output, at_least=at_least) <= at_most
     if where == "evaluate":
         assert [line["step"] for line in lines(run, "eval/loss")] == [8]
     evaluated = (32,) if where == "data" else (8, 16, 24, 32)
-    assert_resumes(forks, run, undisturbed, "--num-workers=1", *more, world_size=2, evaluated=evaluated)
-
-
-def test_signal_to_a_single_process_that_waits_for_data_saves(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    order = probe("data", 6, signal="SIGTERM", to="group", before_s=1.0, sleep_s=600)
-    codes, output = forks.run(*train(run, "--num-workers=2", *AT_THE_END), env=order)
-    assert_stopped(run, codes, output, at_least=1)
-    assert_resumes(forks, run, undisturbed, "--num-workers=1", *AT_THE_END, world_size=1, evaluated=(32,))
+    assert_resumes(forks, run, undisturbed, "--num-workers=1", *more, world_size=world_size, evaluated=evaluated)
 
 
 def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> None:
@@ -191,7 +183,7 @@ def build_uneven(config: Config) -> Workload:
         if calls == 21 and rank == 1 and (what := os.environ.get("AT_21")):
             agent = psutil.Process().parent()
             assert agent is not None
-            agent.send_signal(signal.SIGTERM)
+            agent.send_signal(signal.SIGTERM if what == "lost" else signal.SIGUSR1)
             if what == "lost":
                 os.kill(os.getpid(), signal.SIGKILL)
         return loss(model, batch)
@@ -331,24 +323,3 @@ def test_signal_to_one_rank_in_setup_stops_all(forks: Forks, tmp_path: Path, ran
     output = forks.ends(*train(run), world_size=2, env=order, code=143)
     assert "Traceback" not in output
     assert status(run)["state"] == "stopped"
-
-
-# Under a launcher ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
-def test_launch_forwards_a_signal_and_keeps_the_code(forks: Forks, tmp_path: Path, name: str) -> None:
-    """SIGINT goes to all processes, as the key does."""
-    run = tmp_path / "run"
-    with forks.running("launch", "--nproc=2", MAIN, *train(run, "--epochs", "100000")) as job:
-        job.wait_for("epoch 1:")
-        send = job.processes[0].signal_group if name == "SIGINT" else job.processes[0].signal
-        send(name)
-        assert job.wait() == [143], job.output
-    assert "restarted (" not in job.output
-    assert "Traceback" not in job.output
-    # A run resumes the same way under `launch`
-    stopped_at = steps(run)[-1]
-    assert f"saved at step {stopped_at}" in job.output
-    output = forks.ends(*train(run, "--max-steps", str(stopped_at + 3)), world_size=2)
-    assert f"resumed from step-{stopped_at:08d}" in output
