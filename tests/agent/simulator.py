@@ -6,7 +6,8 @@
 A schedule has 3 to 9 nodes. For half a virtual minute faults come at random: processes are killed and restarted,
 machines lose power, processes freeze and wake up, connections are reset (whatever was under way is lost), messages come
 late, in bursts, or twice, the network falls apart in any way, also in one direction only, disks answer late or not at
-all, clocks run fast or slow, ranks fail, and nodes are asked to leave. Then the faults end. What must hold after each
+all, clocks run fast or slow, ranks fail, and nodes are asked to leave. In each fourth schedule only one node changes
+sides between two parts of the network, see `World.divide`. Then the faults end. What must hold after each
 event is in `World.commits`, `World.step` and `Host.hear`; what must hold at the end is in `World.finish`.
 
 Links are as TCP makes them: in each direction messages keep their order, or the connection ends. Each side may notice
@@ -170,6 +171,8 @@ class Host:
         kind = type(output)
         if kind is Send:
             world, kind = self.world, output.message["is"]
+            if kind == world.awaited and self.number in world.far:
+                world.change_sides(self, output.links)
             aimed = world.shots and kind in world.targets and world.is_hit()
             if aimed and world.dice.random() < 0.6:
                 world.aim(self, output.links)
@@ -367,6 +370,7 @@ class World:
         self.crashes = 0
         # Kinds of messages that draw faults from a time on, how often they do, and how many faults are left
         self.targets, self.aimed_s, self.luck, self.shots = list[str](), 0.0, 0.0, 0
+        self.awaited, self.far = "", set[int]()  # see `divide`
         self.num_events = 0
         self.overs: list[tuple[str, Any]] = []
         self.healed_s = -1.0
@@ -640,11 +644,7 @@ class World:
                     host.done = 0
                 self.at(dice.choice((0.2, 2.0, 8.0)), self.restart, host, host.life)
         elif kind == "reset" and host.wires:
-            wire = dice.choice([*host.wires.values()])
-            for one in (wire, wire.other):
-                if not one.ended:
-                    one.ended = True
-                    self.at(dice.choice((0.0, 0.1, 2.0)), self.arrive, one, Ended(one.link))
+            self.reset(dice.choice([*host.wires.values()]))
         elif kind == "slow":
             (self.slow.discard if number in self.slow else self.slow.add)(number)
         elif kind == "disk":
@@ -654,6 +654,42 @@ class World:
         elif kind == "leave" and host.meeting and self.limits and self.newest and self.num_alive > self.limits.least:
             self.asked_to_leave += 1
             host.leave()
+
+    def reset(self, wire: Wire) -> None:
+        for one in (wire, wire.other):
+            if not one.ended:
+                one.ended = True
+                self.at(self.dice.choice((0.0, 0.1, 2.0)), self.arrive, one, Ended(one.link))
+
+    def divide(self) -> None:
+        """Cut the leader off with fewer than half of the nodes. It may freeze, and when it wakes, it believes that its
+        membership runs. In the middle of the others' next membership, one of them moves to the leader's part: there, it
+        alone knows of that membership."""
+        dice = self.dice
+        leader = next((each for each in self.hosts if each.meeting and each.meeting.leading
+                       and each.meeting.leading.running), None)
+        if leader is None:
+            if self.healed_s < 0:
+                self.at(1.0, self.divide)
+            return
+        self.far = {*dice.sample([*{*range(self.size)} - {leader.number}], self.size - (self.size - 1) // 2)}
+        self.split([number in self.far for number in range(self.size)])
+        if dice.random() < 0.5:
+            leader.frozen = True
+            self.at(dice.choice((8.0, 15.0)), leader.wake, leader.life)
+        self.awaited = dice.choice(("propose", "ready", "commit"))
+        if self.trace:
+            self.log(f"FAULT divide: {self.far} are cut off from {leader.token}")
+
+    def change_sides(self, source: Host, links: Iterable[int]) -> None:
+        dice = self.dice
+        others = [source.wires[link].to for link in links if link in source.wires]
+        host = source if self.awaited == "ready" or not others else dice.choice(others)
+        self.awaited = ""
+        self.strike("move", host)
+        if dice.random() < 0.5:
+            for wire in host.wires.values():
+                self.reset(wire)
 
     @property
     def num_alive(self) -> int:
@@ -665,9 +701,10 @@ class World:
 
     def play(self) -> "World":
         dice = self.dice
+        divided = self.seed % 4 == 2 and self.limits is not None
         self.pace = dice.choice((0.1, 0.25, 0.6, 1.5))
         self.menu = [*dice.sample(FAULTS, dice.randint(2, 6)), "mend"]
-        if dice.random() < 0.6:
+        if not divided and dice.random() < 0.6:
             self.targets, self.shots = dice.sample(TARGETS, dice.randint(1, 3)), dice.choice((2, 4, 8))
             self.aimed_s, self.luck = dice.choice((0.0, 8.0)), dice.choice((0.1, 0.5, 1.0))
             if dice.random() < 0.5:  # one cut, and then only what is aimed
@@ -676,14 +713,14 @@ class World:
         for host in self.hosts:
             self.at(dice.choice((0.0, 0.0, 0.0, dice.uniform(0.0, 6.0))), self.restart, host, 0)
         self.at(1.0, self.step)
-        self.at(dice.choice((0.0, 3.0, 8.0)), self.fault)
-        self.run_until(dice.choice((15.0, 30.0)))
+        self.at(*(8.0, self.divide) if divided else (dice.choice((0.0, 3.0, 8.0)), self.fault))
+        self.run_until(60.0 if divided else dice.choice((15.0, 30.0)))
         self.heal()
         self.finish()
         return self
 
     def heal(self) -> None:
-        self.healed_s, self.slow_disk, self.progress = self.now_s, 0.0, 0
+        self.healed_s, self.slow_disk, self.progress, self.awaited = self.now_s, 0.0, 0, ""
         self.slow.clear()
         if self.trace:
             self.log("the faults end")
