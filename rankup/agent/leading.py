@@ -10,7 +10,7 @@ them. In a crowd, so does one newcomer in each tick."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from rankup.agent.ends import End, Verdict
 from rankup.agent.events import LOCAL, Close, Log, Output, Rules, Send
 from rankup.agent.forming import Forming, Seat
 from rankup.agent.protocol import KILLED, Member, differences, pages
-from rankup.agent.votes import Address, Age, Basis, recount, without
+from rankup.agent.votes import Address, Age, Basis, merge, recount, without
 from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, STOPPED, USER_MISTAKE
 
@@ -112,24 +112,24 @@ class Leading(Forming):
             basis = Basis.unpack(packed, Basis())
         except LookupError:
             return False
-        if self.running or not self._is_news(basis.age):
+        if self.running or not self._is_news(basis.age, basis.numbers):
             return True
         self._void()  # an open proposal knows too few voters
         self._merged |= {basis.age, self.basis.age}
-        newer, older = sorted((basis, self.basis), key=lambda each: each.age)[::-1]
-        if newer.follows == older.follows and newer.by != older.by and not older.v:
-            # Two leaders made a proposal after the same membership. Either may be committed elsewhere by now
-            more = [each for each in older.electorates if each not in newer.electorates]
-            newer = replace(newer, before=(*more, *newer.before))
-        self.basis = self._bases[newer.age] = newer
+        newest = merge(basis, self.basis)
+        self.basis = self._bases[newest.age] = newest
         return True
 
-    def _is_news(self, age: Age) -> bool:
-        """Return whether a member with a basis of this age knows of voters that this leader does not know."""
+    def _is_news(self, age: Age, before: Collection[int]) -> bool:
+        """Return whether a member with a basis of this age, and after these memberships, knows of voters that this
+        leader does not know."""
         own = self.basis.age
         # A first membership that was only proposed counts for nothing, see `Meeting._seek`
-        rival = age[0] == own[0] and not age[2] and age[3] != own[3]
-        return bool(age[0]) and (age > own or rival) and age not in self._merged
+        if not age[0] or age in self._merged:
+            return False
+        follows = own[0] if own[0] in before else age[0]  # see `votes.merge`
+        rival = follows == own[0] and not age[2] and age[3] != own[3]
+        return rival or (follows, *age[1:]) > own
 
     def _hello(self, link: int, caller: Caller, hello: Mapping[str, Any]) -> None:
         """Take a newcomer's first message. Before it gets a seat, it must show its basis if that is newer: whoever may
@@ -146,7 +146,7 @@ class Leading(Forming):
         if (earlier := self.by_token.get(member.token)) is not None:
             self._remove(earlier, "its connection was cut")
         age = tuple(hello["age"])
-        if self.rules.limits is not None and self._is_news(age):
+        if self.rules.limits is not None and self._is_news(age, hello["before"]):
             # If a membership runs here, others have gone on without it. Its end is noticed soon
             if not self.running and self._shows not in self._callers:
                 self._shows = link

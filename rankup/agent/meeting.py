@@ -516,7 +516,8 @@ class Meeting:
         self._dials.clear()
 
     def _hello(self) -> dict[str, Any]:
-        return {"is": "hello", **vars(self.me), "age": list(self.basis.age), "warm": self._warm}
+        basis = self.basis
+        return {"is": "hello", **vars(self.me), "age": list(basis.age), "before": basis.numbers, "warm": self._warm}
 
 
 def _no_leader(address: Address | None) -> str:

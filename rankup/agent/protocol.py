@@ -5,8 +5,8 @@ to the leader until the job ends. `rankup.agent.meeting` says how they meet.
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, age (of the newest basis that it  | leader(over, ...): the first message on a connection, see  |
-|   knows, see `rankup.agent.votes`), warm           |   `leading.knowledge`; over: why it takes no members, or ""|
+| hello: a Member, warm; age and before: of the      | leader(over, ...): the first message on a connection, see  |
+|   newest `votes.Basis` that it knows               |   `leading.knowledge`; over: why it takes no members, or ""|
 | leads(..., port): instead of hello, from another   | show: your basis is newer than mine                        |
 |   leader of an elastic job, whose number of nodes  | propose(n, basis)                                          |
 |   may change; port 0: from a member without leader | commit(n, basis, port, job, restarts, why, store, again,   |
@@ -68,7 +68,7 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "hello": {
         "token": NAME, "first_rank": range(2**63), "num_ranks": INT, "world_size": INT, "host": NAME, "pid": INT,
         "left_s": float, "restarts": INT, "ip": NAME, "port": range(65536), "serves": range(65536), "settings": dict,
-        "age": AGE, "warm?": bool,
+        "age": AGE, "before": [INT], "warm?": bool,
     },
     "leads": {**KNOWLEDGE, "port": range(65536)}, "shown": {"basis": BASIS}, "has": {"age": AGE},
     "ready": {"n": INT, "problem": str}, "alive": {"ranks?": [{"rank": INT, "ago_s": float}], "warm?": bool},

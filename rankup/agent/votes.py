@@ -71,6 +71,11 @@ class Basis:
         return self.before[-1][0] if self.before else self.n
 
     @property
+    def numbers(self) -> list[int]:
+        """The memberships before it that may be the newest for others."""
+        return [n for n, _ in self.before]
+
+    @property
     def electorates(self) -> list[tuple[int, Tokens]]:
         """The groups whose majorities are needed: the voters of each membership that may be the newest."""
         return [(self.n, self.voters), *self.before]
@@ -178,6 +183,26 @@ def without(basis: Basis, token: str) -> Basis:
     """Return the basis after a node has left: its ranks have ended for good, and it loses its vote."""
     (_, voters), *before = [(n, tuple(one for one in each if one != token)) for n, each in basis.electorates]
     return replace(basis, voters=voters, before=tuple(before), left=basis.left or token in basis.used)
+
+
+def merge(one: Basis, other: Basis) -> Basis:
+    """Return what a leader knows that has heard of both. The older one may be a proposal that another leader has
+    committed by now, so its voters are asked too."""
+    one, other = _after(one, other), _after(other, one)
+    newer, older = sorted((one, other), key=lambda each: each.age)[::-1]
+    if newer.follows == older.follows and newer.by != older.by:
+        more = [each for each in older.electorates if each not in newer.electorates]
+        newer = replace(newer, before=(*more, *newer.before))
+    return newer
+
+
+def _after(proposal: Basis, other: Basis) -> Basis:
+    """Return a proposal whose leader did not know that the membership before it, which `other` follows, was committed.
+    It is newer than that commit."""
+    if not proposal.follows < other.follows or other.follows not in proposal.numbers:
+        return proposal
+    before = tuple(each for each in proposal.before if each[0] >= other.follows)
+    return replace(proposal, before=before, ran=other.ran)
 
 
 def recount(basis: Basis, spares: Iterable[str], knowing: Collection[str]) -> Basis | None:

@@ -116,12 +116,28 @@ def test_leader_needs_the_voters_of_each_proposal_that_may_be_committed_elsewher
         mine = replace(basis(5, 5, by=own, **open_), voters=("token0", "token1", "token2"))
         theirs = replace(basis(5, 5, by=other, **open_), voters=("token2", "token3", "token4"))
         room.leader.basis, room.leader.membership = mine, 8
-        third = room.enter(member(3, of=9), age=theirs.age)
+        third = room.enter(member(3, of=9), knows=theirs)
         third.hears("show")
         third.say("shown", basis=theirs.pack())
         known = {frozenset(voters) for _, voters in room.leader.basis.electorates}
         assert known == {frozenset(mine.voters), frozenset(theirs.voters), frozenset(last[1])}
         assert room.leader.basis.follows == 7
+
+
+@pytest.mark.parametrize("commit_first", [True, False])
+def test_proposal_counts_although_its_leader_did_not_know_that_the_last_one_was_committed(commit_first: bool):
+    """Membership 7 was committed. A leader that knew it as a proposal has proposed 8, and may have committed it."""
+    room = Room(member(0, of=9), Limits(1, 9, wait_s=0.0))
+    committed = basis(5, 5, by="a", ran=("token0", "token1"))
+    before = ((7, committed.voters), (6, committed.voters[:2]))
+    proposed = replace(basis(5, 5, n=8, v=0, by="b", ran=("token9",), before=before), voters=committed.voters[2:])
+    known, shown = (committed, proposed) if commit_first else (proposed, committed)
+    room.leader.basis, room.leader.membership = known, 8
+    third = room.enter(member(3, of=9), knows=shown)
+    third.hears("show")
+    third.say("shown", basis=shown.pack())
+    assert room.leader.basis == replace(proposed, before=before[:1], ran=committed.ran)
+    assert room.enter(member(4, of=9), knows=shown).hears("propose")["n"] == 9
 
 
 def test_ranks_do_not_stop_for_a_newcomer_that_still_imports():
@@ -369,7 +385,7 @@ def test_member_that_does_not_fit_is_named_and_ends_no_complete_job():
 
 def test_new_leader_that_differs_leaves_the_job_to_the_others():
     room = Room()
-    other = room.enter(member(1, settings={"rankup's code": "newer"}), age=(3, 3, 1, "token0"))
+    other = room.enter(member(1, settings={"rankup's code": "newer"}), knows=Basis(3, 1, "token0"))
     assert room.own.hears("over")["code"] == USER_MISTAKE
     said = other.hears("waiting")["text"]
     assert said.startswith("rank 0 on node0 was turned away: rank 0 on node0 (pid 1000) differs from rank 1 ")
@@ -417,7 +433,7 @@ def test_member_that_comes_back_with_a_newer_proposal_shows_it_before_it_votes()
     """Others have made that proposal, and may have committed it. Here the membership before it still runs."""
     room = Room(limits=Limits(2, 3, wait_s=0.0))
     first, cut, last = room.job()
-    again = room.enter(cut.me, age=(1, 2, 0, "token9"))
+    again = room.enter(cut.me, knows=Basis(2, 0, "token9", before=((1, ()),)))
     for puppet in (first, last):
         assert puppet.hears("lost")["why"] == "its connection was cut"
     again.hears("show")

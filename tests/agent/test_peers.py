@@ -105,7 +105,7 @@ async def test_member_that_leaves_before_the_greeting_closes_its_connection():
 async def test_lost_leader_is_looked_for_again():
     async with fake_leader() as (port, links), attending(member(1), port) as one:
         link, hello = await greeted(links)
-        assert (hello["age"], hello["first_rank"], hello["token"]) == ([*NEW], 1, "token1")
+        assert (hello["age"], hello["first_rank"], hello["token"]) == (NEW["age"], 1, "token1")
         link.send("propose", **proposal(5, hello))
         await one.hears("propose")
         link.close()
@@ -163,16 +163,16 @@ async def test_greeting_that_no_leader_sends_is_not_followed(wrong: dict[str, An
         b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n", b"\x80\x04\x95\n", b"[" * 100_000 + b"\n", b"{}\n", b'{"is": 3}\n',
         b'{"is": "hello"}\n', b"x" * (LONGEST + 10), b"9" * 10_000 + b"\n",
         *[
-            encode("hello", **{**asdict(member(1)), "age": NEW, **wrong})
+            encode("hello", **{**asdict(member(1)), **NEW, **wrong})
             for wrong in (
                 {"host": 3}, {"host": "\x1b[2J"}, {"host": "h" * 256}, {"first_rank": -1}, {"num_ranks": 3},
-                {"age": None}, {"age": [0, 0, "x", ""]}, {"settings": 3},
+                {"age": None}, {"age": [0, 0, "x", ""]}, {"before": [-1]}, {"settings": 3},
             )
         ],
-        encode("hello", **asdict(member(1)), age=NEW) + b'{"is": "alive", "ranks": [{"rank": 1, "ago_s": 1e999}]}\n',
-        encode("hello", **asdict(member(1)), age=NEW) + b'{"is": "stop", "signal": "SIGKILL"}\n',
+        encode("hello", **asdict(member(1)), **NEW) + b'{"is": "alive", "ranks": [{"rank": 1, "ago_s": 1e999}]}\n',
+        encode("hello", **asdict(member(1)), **NEW) + b'{"is": "stop", "signal": "SIGKILL"}\n',
     ],
-    ids=range(18),
+    ids=range(19),
 )
 @asynchronous
 async def test_stranger_that_sends_garbage_is_disconnected(data: bytes):

@@ -30,10 +30,11 @@ from rankup.agent.events import (
 from rankup.agent.leading import Leading
 from rankup.agent.meeting import Meeting
 from rankup.agent.protocol import Member
+from rankup.agent.votes import Basis
 from rankup.env.node_env import Limits
 
 BOUND_S = 60.0  # of each asynchronous test, for a machine that is ten times as busy
-NEW = (0, 0, 0, "")  # what a member knows that has just started
+NEW = {"age": [0, 0, 0, ""], "before": []}  # what a member knows that has just started
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -157,12 +158,13 @@ class Room:
         if message["is"] not in ("alive", "leader"):
             self.sent[link].append(message)
 
-    def enter(self, me: Member, *, age: tuple[Any, ...] = NEW, warm: bool = True) -> Puppet:
-        """Return a puppet that has introduced itself."""
+    def enter(self, me: Member, *, knows: Basis | None = None, warm: bool = True) -> Puppet:
+        """Return a puppet that has introduced itself. `knows`: the newest basis that it has."""
         link = self.meeting.new_link()
         self.take(Accepted(link, me.ip, "10.0.0.0"))
         puppet = Puppet(self, link, me)
-        puppet.say("hello", **vars(me), age=list(age), warm=warm)
+        knows = knows or Basis()
+        puppet.say("hello", **vars(me), age=list(knows.age), before=knows.numbers, warm=warm)
         return puppet
 
     def all(self, count: int = 3) -> list[Puppet]:
