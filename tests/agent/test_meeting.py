@@ -191,10 +191,11 @@ def test_nodes_without_a_route_are_left_out_and_wait_longer_each_time(monkeypatc
 
 
 def go_on(room: Room, puppets: list[Puppet]) -> None:
-    """Let time pass until all these puppets are in a running membership. They answer each proposal."""
-    while not (room.leader.running and {puppet.me.token for puppet in puppets} <= {
-        each.member.token for each in room.leader.chosen
-    }):
+    """Let time pass until all these puppets are in a running membership, or the job ends. They answer each proposal."""
+    tokens = {puppet.me.token for puppet in puppets}
+    while not room.judged and not (
+        room.leader.running and tokens <= {each.member.token for each in room.leader.chosen}
+    ):
         room.pass_time(0.5, *puppets)
         for puppet in puppets:
             while room.sent[puppet.link]:
@@ -216,6 +217,18 @@ def test_node_that_joins_and_dies_again_and_again_stops_the_others_less_and_less
         go_on(room, [own, one, flaky])
         waited.append(room.now_s - came_s)
     assert [round(wait_s / 15) for wait_s in waited] == [0, 0, 1, 2, 4, 8]
+
+
+def test_lost_nodes_do_not_use_up_the_restarts_of_an_elastic_job():
+    """Its script reports no steps, so nobody knows whether it makes progress."""
+    room = Room(limits=Limits(1, 3, wait_s=0.0), max_restarts=1)
+    own, one, flaky = room.job()
+    for number in range(2):
+        flaky.vanish()
+        go_on(room, [own, one])
+        flaky = room.enter(member(2, token=f"again{number}"))
+        go_on(room, [own, one, flaky])
+    assert not room.judged
 
 
 def test_node_that_cannot_start_its_ranks_ends_a_job_that_has_not_begun():
