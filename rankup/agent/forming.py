@@ -80,6 +80,7 @@ class Forming:
         self._stop: StopAgreement | None = None  # the running membership's, once its ranks were asked to stop
         self._changed = True  # something that `Leading._look_for_change` looks at
         self._formed = 0  # the number of the last committed membership
+        self._judged = -1  # the number of the last membership whose ends were judged
         self.failures = Counter[str]()  # how often the ranks of each node have failed, by the node's token
         self.ends = Ends(me.world_size, rules.max_restarts, rules.restart_on, elastic=rules.limits is not None)
         self._begun_s = self._noticed_s = self._started_s = now_s
@@ -275,7 +276,7 @@ class Forming:
     def _prepare(self) -> None:
         """Decide what the ends of the last membership's ranks mean. Then have the next commit prepared."""
         self._phase, size = "preparing", sum(seat.member.num_ranks for seat in self.chosen)
-        verdict = self.ends.judge(resizing=self.resizing, next_size=size)
+        verdict, self._judged = self.ends.judge(resizing=self.resizing, next_size=size), self._formed
         if self._blame(verdict):
             return
         if verdict.code is not None:

@@ -331,6 +331,8 @@ class Leading(Forming):
                 self.closed = "the job at this address is about to end" if self.running else self.closed
                 self._lose_by(seat.member, end)
             return
+        if self._judged == self._formed:
+            return  # the message came twice, and the next membership is judged by its own ends
         was_last = self.ends.add(end)
         if end.code:
             self.lose(seat.member, end.why or f"ended with {end.code}", ranks=[end.rank], code=end.code)

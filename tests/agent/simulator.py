@@ -751,15 +751,18 @@ class World:
 
     def complete_now(self) -> bool:
         """Return whether all nodes that may take part do: those that leave, or pay for many losses, may not, nor those
-        of a job that was given up, nor those that know only node 0 once that has left. If no node was killed, none may
-        have given up."""
+        of a job that was given up or that wait with such nodes, nor those that know only node 0 once that has left. If
+        no node was killed, none may have given up."""
         runs = {host.runs for host in self.hosts if host.meeting is not None and host.runs}
         leader = next((host.meeting.leading for host in self.hosts if host.meeting and host.runs
                        and host.meeting.leading), None)
         waits = {seat.claim.start for seat in leader.seats.values() if leader._pause_s(seat)} if leader else set()
         jobs = {*self.newest[3:], *[""] * (self.hosts[0].meeting is not None)}
+        stuck = {token for host in self.hosts if host.meeting and host.meeting.leading
+                 and host.meeting.basis.job not in jobs for token in host.meeting.leading.by_token}
         free = [host for host in self.hosts if not host.leaves and (host.runs or host.number not in waits) and (
-            not self.disturbed if host.meeting is None else host.meeting.basis.job in jobs)]
+            not self.disturbed if host.meeting is None
+            else host.meeting.basis.job in jobs and host.token not in stuck)]
         need = self.size if self.limits is None else min(len(free), self.limits.most)
         return len(runs) == 1 and sum(bool(host.runs) for host in self.hosts) >= need
 

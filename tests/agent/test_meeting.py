@@ -554,6 +554,29 @@ def test_messages_of_an_earlier_membership_are_dropped():
     assert puppets[2].hears("lost")["ranks"] == [1]
 
 
+def test_end_that_comes_twice_does_not_end_the_next_membership():
+    """The ranks of membership 1 stopped for a newcomer. Those of the second lose each other."""
+    room = Room(member(0, of=3), Limits(1, 3, wait_s=0.0))
+    puppets = [*room.job(2), room.enter(member(2, of=3))]
+    room.pass_time(2.0, *puppets)
+    room.sent.clear()
+    for rank, puppet in enumerate(puppets[:2]):
+        puppet.say("end", n=1, rank=rank, host="", code=143)
+    room.take(Tick())
+    all_hear("lost", puppets)
+    room.prepares = False
+    get_ready(puppets)
+    puppets[1].say("end", n=1, rank=1, host="", code=143)
+    room.take(Prepared(2, {"port": 1, "store": True, "again": False}))
+    all_hear("commit", puppets)
+    room.prepares = True
+    for rank, puppet in enumerate(puppets):
+        puppet.say("end", n=2, rank=rank, host="", code=171)
+    room.take(Tick())
+    all_hear("lost", puppets)
+    assert room.agree(puppets)["n"] == 3
+
+
 def test_simultaneous_questions_get_one_answer():
     """With a thousand ranks the answer is long."""
     room = Room()
