@@ -235,7 +235,7 @@ class Forming:
             self._late |= dict.fromkeys(seat for seat in self.seats.values() if not seat.unfit)
             self._next = replace(
                 self._next, job=self.basis.job, voters=tuple(node.token for node in known),
-                ran=self.basis.ran or self.basis.used, before=tuple(self.basis.electorates),
+                ran=() if self.basis.left else self.basis.ran, before=tuple(self.basis.electorates),
             )
         self._spread("propose", self._next, self._late, n=n)
 
@@ -295,7 +295,7 @@ class Forming:
         """Count a failure of the node that `verdict` blames. After too many failures leave the node out, and propose
         another membership, or end the job if too few nodes would be left. Returns whether this happened."""
         most, rank = self.rules.max_failures, None if verdict.cause is None else verdict.cause.blamed
-        if most is None or verdict.cause is None or rank is None:
+        if most is None or verdict.cause is None or rank is None or not self.basis.ran:
             return False
         token = self.basis.ran[rank // self.me.num_ranks]
         self.failures[token] += 1
@@ -393,7 +393,7 @@ class Forming:
 
     def _describe_change(self) -> str:
         """Describe for the log what the next membership changes; "" if it has the same nodes."""
-        old, used = {*self._next.ran}, {*self._next.used}
+        old, used = {*self.basis.ran}, {*self._next.used}
         if old == used:
             return ""
         unseen = "is lost: it is not here"

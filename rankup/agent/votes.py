@@ -44,8 +44,12 @@ class Basis:
     after the commit, and more after each change of voters. `by`: the token of the leader that made it, because two
     leaders that are cut apart may use the same number. `known`: all members in the order in which they would lead:
     those in use by rank, then spares. `used`, `voters`: tokens. `ran`: the nodes that the last committed membership
-    used. `before`: the numbers and voters of memberships that may still be the newest for others. `left`: a node in
-    use has left for good, after its ranks had ended. `same_arguments`: all nodes began with equal arguments."""
+    used; () if one of these has left. `before`: the numbers and voters of memberships that may still be the newest for
+    others. `left`: a node of `used` and `ran` has left for good, after its ranks had ended. `same_arguments`: all nodes
+    began with equal arguments.
+
+    If several proposals in a row are not committed, their nodes need not be known: whoever is asked for a proposal says
+    what it knows. If it has not heard a commit, that membership has finished no step, and never will."""
 
     n: int = 0
     v: int = 0
@@ -182,7 +186,8 @@ def claims(basis: Basis, here: Collection[str]) -> set[int]:
 def without(basis: Basis, token: str) -> Basis:
     """Return the basis after a node has left: its ranks have ended for good, and it loses its vote."""
     (_, voters), *before = [(n, tuple(one for one in each if one != token)) for n, each in basis.electorates]
-    return replace(basis, voters=voters, before=tuple(before), left=basis.left or token in basis.used)
+    left = basis.left or (token in basis.used and (not basis.ran or token in basis.ran))
+    return replace(basis, voters=voters, before=tuple(before), left=left)
 
 
 def merge(one: Basis, other: Basis) -> Basis:
@@ -202,7 +207,7 @@ def _after(proposal: Basis, other: Basis) -> Basis:
     if not proposal.follows < other.follows or other.follows not in proposal.numbers:
         return proposal
     before = tuple(each for each in proposal.before if each[0] >= other.follows)
-    return replace(proposal, before=before, ran=other.ran)
+    return replace(proposal, before=before, ran=() if other.left else other.ran)
 
 
 def recount(basis: Basis, spares: Iterable[str], knowing: Collection[str]) -> Basis | None:

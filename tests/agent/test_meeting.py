@@ -60,6 +60,13 @@ def test_node_that_left_has_no_vote_in_the_last_memberships():
     assert (left.voters, left.before, left.left) == (("token1", "token2"), ((6, ("token3",)),), True)
 
 
+@pytest.mark.parametrize(("node", "goes_on"), [(0, True), (1, False), (2, False)])
+def test_others_go_on_without_a_node_that_left_only_if_it_trained_last(node: int, goes_on: bool):
+    """Membership 7 was only proposed, to use 0 and 1. In 6 nodes 0 and 2 trained. Either may run elsewhere."""
+    proposed = basis(5, 2, v=0, ran=("token0", "token2"), before=((6, basis(5, 2).voters),))
+    assert (outvoted(without(proposed, f"token{node}"), {"token3", "token4", "token9"}, shared=True) == "") == goes_on
+
+
 def test_basis_travels_as_a_difference_that_another_basis_refuses():
     old = basis(5, 4)
     new = replace(old, n=8, known=(*old.known[:2], *old.known[3:], Node("new", "ip", 1, 2, "h", 9, 1)),
@@ -105,6 +112,25 @@ def test_node_that_leaves_has_no_vote():
     lost.vanish()
     room.pass_time(0.5, own, leaving, last)
     assert [claim.n for claim in room.claims] == [1], "two of four voters are here, so they must claim"
+
+
+def test_spares_go_on_if_the_leader_is_lost_while_it_replaces_nodes_that_left():
+    """The ranks of those that left have ended for good, so nobody needs their state. The leader never committed."""
+    room = Room(member(0, of=4), Limits(1, 2, wait_s=0.0))
+    own, leaving, two, three = puppets = room.all(4)
+    room.pass_time(FOUND_S + 1, *puppets)
+    room.agree(puppets)
+    room.pass_time(2.0, *puppets)
+    for puppet in puppets:  # all know that the spares have a vote
+        puppet.say("has", age=room.leader.basis.age)
+    room.pass_time(2.0, *puppets)
+    leaving.say("leaving")
+    leaving.say("left")
+    room.leader.lose(leaving.me, "nodes change")
+    room.pass_time(1.0, own, two, three)
+    proposed = room.leader._next
+    assert (room.leader.proposed, proposed.used) == (2, ("token0", "token2"))
+    assert outvoted(proposed, {"token2", "token3"}, shared=False) == ""
 
 
 def test_leader_needs_the_voters_of_each_proposal_that_may_be_committed_elsewhere():
