@@ -25,7 +25,7 @@ from rankup.loop.generators import CONTENT, Generators, parts_of
 from rankup.loop.order import InTensors, numbers_of, part_of, remaining
 from rankup.loop.trace import last_traced
 from rankup.loop.tracked import has_state
-from rankup.loop.workers import PassSeeds, Workers
+from rankup.loop.workers import Workers
 from rankup.seeds import CPU, derive_seed, seed_everything, seed_host
 
 NO_ORDER = "Set any_order=True if the order of its batches does not matter."
@@ -105,7 +105,7 @@ class Source:
         if self.stateful and state is not None:
             self.loader.load_state_dict(state)
             first = skip
-        workers = Workers(self.loader, PassSeeds(own, seed, self.apart, self.rank))
+        workers = Workers(self.loader, keep=not self.replays)
         generators = () if self.stateful else (self.orders, self.content)
         batches = self._seeded(iter(workers), own, count(first), generators, derive_seed(seed, OWN))
         for number in range(first, skip if self.replays else first):
@@ -241,7 +241,7 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
         seed_host(seed)
         own.seed(seed)
         if not _is_map_style(loader) or loader.batch_sampler is None:
-            batches = iter(Workers(loader, PassSeeds(seed, seed)))
+            batches = iter(Workers(loader))
         else:
             sampler = loader.batch_sampler
             if splitting_sampler(loader) is not None:  # it may repeat samples, so that all ranks get the same number
@@ -297,7 +297,7 @@ class _RankLoader:
         if self._workers:
             self._preset.parts = ([(seed, index) for index in part] for part in parts)
         self._own.generator.manual_seed(seed)
-        return Workers(self._own)
+        return Workers(self._own, keep=True)
 
 
 class _Seeded:

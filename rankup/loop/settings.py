@@ -16,7 +16,7 @@ from rankup.state.saver import Options
 # Raise FORMAT if you add, remove or redefine a field, or change how random numbers are drawn. Copies hold no generator
 # state: each step, epoch and sample derives its own seed. rankup refuses a copy of another format, because the resumed
 # run would silently get other weights.
-FORMAT = 12
+FORMAT = 13
 VERSIONS = {"torch": str(torch.__version__), "python": platform.python_version()}
 NAMES = {*(each.name for each in fields(Position)), "seed", "world_size", "versions", "written_by"}
 

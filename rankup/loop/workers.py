@@ -12,19 +12,17 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, _DatasetKind, get_worker_info
+from torch.utils.data import DataLoader
 
 from rankup.agent.processes import die_with_parent, has_handler, leave, start_of
 from rankup.errors import PeerLost, UserError
 from rankup.group.stop import STOP_SIGNALS, TAKEN
-from rankup.loop.generators import Generators
-from rankup.seeds import derive_seed, seed_host
 
 SHM_FULL = (
     "/dev/shm must hold the batches of all DataLoader workers, got no space left on it. Enlarge it (docker run "
@@ -32,31 +30,22 @@ SHM_FULL = (
 )
 START_S = 10.0  # for a worker to run its first line
 _all: "weakref.WeakSet[Any]" = weakref.WeakSet()
-# Loader -> the two seeds of its newest pass, which its persistent workers read
-_newest: "weakref.WeakKeyDictionary[Any, torch.Tensor]" = weakref.WeakKeyDictionary()
-
-
-class PassSeeds(NamedTuple):
-    """The seeds of a pass: `seed` for the global random numbers, `own` for generators that the data set owns. Those
-    with a path in `apart` have one of their own on each `rank`."""
-
-    seed: int
-    own: int
-    apart: Iterable[str] = ()
-    rank: int = 0
 
 
 class Workers:
-    """An iterator like `iter(loader)`. It starts the workers of a DataLoader, and leaves the loader unchanged. Create
-    it in the main thread. `seeds`: of this pass, for workers that outlive a pass.
+    """An iterator like `iter(loader)`. It starts the workers of a DataLoader, and keeps the loader's settings. Create
+    it in the main thread. `keep`: let workers of an earlier pass go on. Otherwise each pass has new ones, also with
+    `persistent_workers`: workers that live on remember earlier passes, and a resume could not give them back.
 
     Raises PeerLost if a worker fails to begin twice. `next` raises UserError if /dev/shm is full, PeerLost if a worker
     died, and whatever the data set raises.
     """
 
-    def __init__(self, loader: Any, seeds: PassSeeds | None = None) -> None:
+    def __init__(self, loader: Any, *, keep: bool = False) -> None:
+        if isinstance(loader, DataLoader) and not keep:
+            loader._iterator = None  # ends these workers
         before = {*multiprocessing.active_children()}
-        with _prepared(loader, seeds) as begun:
+        with _prepared(loader) as begun:
             try:
                 self._iterator: Iterator[Any] = iter(loader)
             finally:  # also if a sampler raises after the workers have started
@@ -121,6 +110,8 @@ class Workers:
 @atexit.register
 def _end_all() -> None:
     """Kill the remaining workers at exit: they ignore the SIGTERM that multiprocessing sends before it waits."""
+    # A script that reads a loader without rankup gets torch's handler, which raises an error for each worker that dies
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with contextlib.suppress(AssertionError):  # raised in a fork of the process that has the workers
         for worker in _all:
             if worker.is_alive():
@@ -139,7 +130,7 @@ def _hanging(workers: list[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _prepared(loader: Any, seeds: PassSeeds | None) -> Iterator[dict[BaseProcess, dict[str, Any]]]:
+def _prepared(loader: Any) -> Iterator[dict[BaseProcess, dict[str, Any]]]:
     """Run `_begin` in the workers that a DataLoader starts in this block, unless a subclass's `__iter__` is a generator
     and starts them later. Yields the target and arguments of each started process, which the process itself forgets."""
     before, begun, start = dict[str, Any](), dict[BaseProcess, dict[str, Any]](), BaseProcess.start
@@ -151,7 +142,7 @@ def _prepared(loader: Any, seeds: PassSeeds | None) -> Iterator[dict[BaseProcess
     BaseProcess.start = remember  # type: ignore[assignment, method-assign]
     if isinstance(loader, DataLoader) and loader.num_workers:
         before = {"worker_init_fn": loader.worker_init_fn, "collate_fn": loader.collate_fn}
-        loader.worker_init_fn = functools.partial(_begin, loader.worker_init_fn, _shared(loader, seeds))
+        loader.worker_init_fn = functools.partial(_begin, loader.worker_init_fn)
         loader.collate_fn = functools.partial(_share, loader.collate_fn)
     # torch's SIGCHLD handler raises an error for a worker's death wherever the loop is, even in a save. It is not
     # needed: a loop that waits for its workers notices the death within five seconds
@@ -169,19 +160,7 @@ def _prepared(loader: Any, seeds: PassSeeds | None) -> Iterator[dict[BaseProcess
             setattr(loader, name, value)
 
 
-def _shared(loader: Any, seeds: PassSeeds | None) -> tuple[torch.Tensor, PassSeeds] | None:
-    """Put the seeds where workers that outlive this pass find those of later passes too."""
-    if seeds is None or not loader.persistent_workers:
-        return None
-    if loader not in _newest:
-        _newest[loader] = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-    _newest[loader].copy_(torch.tensor(seeds[:2]))
-    return _newest[loader], seeds
-
-
-def _begin(
-    then: Callable[[int], None] | None, seeds: tuple[torch.Tensor, PassSeeds] | None, worker: int
-) -> None:
+def _begin(then: Callable[[int], None] | None, worker: int) -> None:
     """Run first in each worker: ignore stop signals, and end with the parent. `then`: the user's `worker_init_fn`. A
     batch system signals the whole process group, and if workers died of that signal, the loop could not save."""
     for each in TAKEN:
@@ -191,31 +170,8 @@ def _begin(
     # The loop may have ended before the line above. `is_alive` can't tell: later workers hold its pipe open
     if (loop := multiprocessing.parent_process()) is None or not start_of(loop.pid or 0):
         leave(128 + signal.SIGKILL)
-    dataset = get_worker_info().dataset  # type: ignore[union-attr]
-    before = Generators({"dataset": dataset}).digests() if seeds is not None else {}
     if then is not None:
         then(worker)
-    if seeds is not None:
-        after = Generators({"dataset": dataset}).digests()
-        _seed_each_pass(*seeds, worker, {path for path in after if after[path] != before.get(path)})
-
-
-def _seed_each_pass(newest: torch.Tensor, seeds: PassSeeds, worker: int, own: set[str]) -> None:
-    """Seed a worker's random numbers whenever it begins a pass. Otherwise they would go on from the pass before, and a
-    resume, which starts new workers, would change them. `own`: paths of generators that the user's `worker_init_fn`
-    has seeded for each worker; the others are equal in all workers."""
-    create: Any = _DatasetKind.create_fetcher
-
-    def create_seeded(kind: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> Any:
-        seed, shared = newest.tolist()
-        seed_host(derive_seed(seed, worker))
-        parts = {"dataset": dataset, "collate_fn": collate_fn.args[0]}
-        found = Generators(parts, apart=seeds.apart, rank=seeds.rank)
-        found.seed(shared)
-        Generators({path: each for path, each in found.found.items() if path in own}).seed(derive_seed(seed, worker))
-        return create(kind, dataset, auto_collation, collate_fn, drop_last)
-
-    _DatasetKind.create_fetcher = create_seeded  # type: ignore[method-assign]
 
 
 def _share(collate: Callable[[Any], Any], samples: Any) -> Any:

@@ -362,6 +362,10 @@ def collate(samples, rng):
 def mixed(rng):
     return lambda samples: torch.tensor(samples) + torch.rand((), generator=rng)
 
+def begun(loader):  # to learn a shape, say; its workers may live on
+    next(iter(loader))
+    return loader
+
 def seed_worker(worker):
     torch.utils.data.get_worker_info().dataset.rng = random.Random(worker)
 
@@ -400,11 +404,14 @@ WORKERS = {"0": "num_workers=0", "2": "num_workers=2", "persistent": "num_worker
 CASES = [
     *((kind, "0") for kind in OWNED_KINDS),
     *((kind, "2") for kind in ("stream", "transforms", "collate function", "sampler", "module")),
-    *((kind, "persistent") for kind in ("stream", "transforms", "collate function", "seeded by workers", "global")),
+    *((kind, "persistent") for kind in (
+        "stream", "transforms", "collate function", "seeded by workers", "global", "begun before"
+    )),
 ]
 OWNED_KINDS |= {
     "seeded by workers": "DataLoader(Stream(random.Random(0)), worker_init_fn=seed_worker, **MORE)",
     "global": "DataLoader(Noisy(), **MORE)",
+    "begun before": "begun(DataLoader(Noisy(), **MORE))",
 }
 
 

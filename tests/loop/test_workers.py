@@ -88,7 +88,7 @@ for _ in Workers(DataLoader(range(9), batch_sampler=broken(), num_workers=1)):
 
 @pytest.mark.parametrize(("script", "words", "code", "ends"), [
     (LEFT, (), 0, ["0"]),  # a script ends although it leaves workers
-    (KEPT, (), 0, ["4 True"]),  # a loader may keep workers that started without rankup
+    (KEPT, (), 0, ["4 True"]),  # also one that has begun its workers without rankup, and leaves others
     # An error in the sampler shows its place, both while the loader draws the first batches and later
     (BROKEN, ("1",), 1, ["in broken", "KeyError: 'no more'"]),
     (BROKEN, ("5",), 1, ["in broken", "KeyError: 'no more'"]),
