@@ -75,6 +75,13 @@ def pid_of(folder: Path, rank: int, restart: int = 0, name: str = "here") -> int
     return int(path.read_text())
 
 
+def all_wrote(folder: Path, **what: Any) -> list[int]:
+    """Wait until both ranks have written their file, each in the folder of its node if there are two nodes. Return the
+    ids of their processes."""
+    own = [folder / f"node{rank}" for rank in TWO]
+    return [pid_of(own[rank] if own[rank].exists() else folder, rank, **what) for rank in TWO]
+
+
 def status(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "runs/job/status.json").read_text())
     return found
@@ -146,14 +153,13 @@ def test_open_files_are_allowed_as_far_as_the_hard_limit_goes(tmp_path: Path) ->
         assert "Traceback" not in job.output
 
 
-@pytest.mark.parametrize("how", ["plain", "forked", "--no-fork"])
+@pytest.mark.parametrize("how", ["plain", "forked"])
 def test_order_of_a_set_is_the_same_on_all_ranks_and_after_each_start(how: str, tmp_path: Path) -> None:
     """It numbers the classes in many scripts. The user's own PYTHONHASHSEED wins."""
-    text = "import rankup\n" * (how != "plain") + "print('order', list({f'class {n}' for n in range(20)}), flush=True)"
-    options = ["--no-fork"] if how == "--no-fork" else []
+    text = "import rankup\n" * (how == "forked") + "print('order', list({f'class {n}' for n in range(20)}), flush=True)"
     found = []
     for given in (("-u", "PYTHONHASHSEED"), ("-u", "PYTHONHASHSEED"), ("PYTHONHASHSEED=7",)):
-        line = (sys.executable, "-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", *options)
+        line = (sys.executable, "-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs")
         with ended(start("env", *given, *line, write(tmp_path, text))) as job:
             assert job.wait() == [0], job.output
         found.append(set(re.findall(r"order .*", job.output)))
@@ -399,8 +405,7 @@ def test_restart_arguments_are_given_when_a_run_continues(tmp_path: Path) -> Non
 def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS + "if rank: sys.exit(7)\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:
-        for rank in TWO:
-            pid_of(tmp_path, rank)
+        all_wrote(tmp_path)
         (tmp_path / "go").touch()
         assert job.wait() == [7], job.output
     assert "rank 0 did not end within 5 s after the others: killed" in job.output
@@ -413,18 +418,17 @@ def test_forked_ranks_outlive_their_server_and_end_with_their_agent(forks: Forks
     text += "    (folder / f'child-{rank}-0').write_text(str(child.pid))\n"
     script = write(tmp_path, text + WAITS)
     with forks.running("launch", "--nproc=2", f"--run-dir={tmp_path}/runs", script) as job:
-        pids = [pid_of(tmp_path, rank, name=name) for name in ("here", "child") for rank in TWO]
+        pids = [pid for name in ("here", "child") for pid in all_wrote(tmp_path, name=name)]
         agent = psutil.Process(job.processes[0].pid)
         server, = (each for each in agent.children() if each.name() not in ("rank 0", "rank 1", "store"))
         server.kill()
         job.wait_for("the process that forks the ranks was killed")
         assert all(map(lives, pids))
         os.kill(pids[1], signal.SIGKILL)
-        for rank in TWO:
-            pid_of(tmp_path, rank, restart=1)
+        all_wrote(tmp_path, restart=1)
         assert not any(map(lives, pids))
+        wait_for("five processes", lambda: len(agent.children(recursive=True)) == 5)  # the server forks its next child
         left = agent.children(recursive=True)
-        assert len(left) == 5, left  # the server has a child
         job.processes[0].signal("SIGKILL")
         wait_for("the end of all", lambda: not any(lives(each.pid) for each in left))
         assert job.wait() == [-signal.SIGKILL]
@@ -435,12 +439,10 @@ def test_forked_ranks_outlive_their_server_and_end_with_their_agent(forks: Forks
 
 def test_lost_rank_of_one_node_restarts_the_ranks_of_all_nodes(tmp_path: Path) -> None:
     with ended(nodes(tmp_path, WAITS)) as job:
-        folders = [tmp_path / f"node{node}" for node in TWO]
-        pid_of(folders[0], 0)
-        os.kill(pid_of(folders[1], 1), signal.SIGKILL)
-        for rank in TWO:
-            pid_of(folders[rank], rank, restart=1)
-            (folders[rank] / "go").touch()
+        os.kill(all_wrote(tmp_path)[1], signal.SIGKILL)
+        all_wrote(tmp_path, restart=1)
+        for node in TWO:
+            (tmp_path / f"node{node}/go").touch()
         assert job.wait() == [0, 0], job.output
     for output in job.outputs:  # each node names the cause
         assert re.search(r"rank 1 on \S+ ended with 137 \(SIGKILL.*restarted \(1 of 3", output), job.output

@@ -14,7 +14,7 @@ import pytest
 
 from rankup.agent.processes import has_handler
 from rankup.timing import REPEAT_S
-from tests.agent.test_launch import TWO, WAITS, add_node, launch, nodes, pid_of, status, write
+from tests.agent.test_launch import TWO, WAITS, add_node, all_wrote, launch, nodes, pid_of, status, write
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, free_port, lives, start, wait_for
 
@@ -33,8 +33,7 @@ for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, handle)
 def test_signal_reaches_all_ranks_which_may_save(sent: str, got: str, tmp_path: Path) -> None:
     """test_stop_after_a_notice_lets_ranks_save has a script with a handler for SIGUSR1."""
     with ended(launch(tmp_path, HANDLES + WAITS)) as job:
-        for rank in TWO:
-            pid_of(tmp_path, rank)
+        all_wrote(tmp_path)
         job.processes[0].send_signal(getattr(signal, sent))
         for rank in TWO:
             pid_of(tmp_path, rank, name=got)
@@ -78,8 +77,7 @@ def test_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
 def test_script_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsay('here')\nwait_for('never')"
     with ended(launch(tmp_path, text, "--stop-grace-s=0.5")) as job:
-        pid_of(tmp_path, 0)
-        pid_of(tmp_path, 1)
+        all_wrote(tmp_path)
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.wait() == [143], job.output
     assert "rank 0 did not end within 0.5 s after SIGTERM (--stop-grace-s): killed" in job.output
@@ -88,10 +86,9 @@ def test_script_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:
 def test_second_signal_seconds_later_ends_the_job_at_once(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGINT, lambda *_: say('asked'))\nsay('here')\nwait_for('never')"
     with ended(launch(tmp_path, text, "--stop-grace-s=100000")) as job:
-        pids = [pid_of(tmp_path, rank) for rank in TWO]
+        pids = all_wrote(tmp_path)
         job.processes[0].send_signal(signal.SIGINT)
-        for rank in TWO:
-            pid_of(tmp_path, rank, name="asked")
+        all_wrote(tmp_path, name="asked")
         time.sleep(REPEAT_S + 0.2)
         assert job.processes[0].poll() is None
         job.processes[0].send_signal(signal.SIGINT)
@@ -103,8 +100,7 @@ def test_second_signal_seconds_later_ends_the_job_at_once(tmp_path: Path) -> Non
 def test_stop_signal_to_every_process_counts_once(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n" + WAITS
     with ended(launch(tmp_path, text)) as job:
-        for rank in TWO:
-            pid_of(tmp_path, rank)
+        all_wrote(tmp_path)
         agent = psutil.Process(job.processes[0].pid)
         for process in (agent, *agent.children()):  # the fork server and the ranks
             process.terminate()
@@ -117,8 +113,7 @@ def test_stop_after_a_notice_lets_ranks_save(tmp_path: Path) -> None:
     text += "signal.signal(signal.SIGTERM, lambda *_: (say('saved'), sys.exit(0)))\n"
     with ended(launch(tmp_path, text + WAITS)) as job:
         for name, after in (("SIGUSR1", "here"), ("SIGTERM", "noticed")):
-            for rank in TWO:
-                pid_of(tmp_path, rank, name=after)
+            all_wrote(tmp_path, name=after)
             job.processes[0].send_signal(getattr(signal, name))
         assert job.wait() == [143], job.output
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0-0", "saved-1-0"}
@@ -139,17 +134,13 @@ def test_job_goes_on_after_notices_and_restarted_ranks_get_them_too(tmp_path: Pa
     """A second notice arrives, a lost rank is replaced, and the notice waits for the handler of a new rank."""
     with ended(launch(tmp_path, NOTICED + WAITS)) as job:
         for after in ("here", "noticed1"):
-            for rank in TWO:
-                pid = pid_of(tmp_path, rank, name=after)
+            pids = all_wrote(tmp_path, name=after)
             job.processes[0].send_signal(signal.SIGUSR1)
-        for rank in TWO:
-            pid_of(tmp_path, rank, name="noticed2")
-        os.kill(pid, signal.SIGKILL)
-        for rank in TWO:
-            pid_of(tmp_path, rank, restart=1, name="started")
+        all_wrote(tmp_path, name="noticed2")
+        os.kill(pids[1], signal.SIGKILL)
+        all_wrote(tmp_path, restart=1, name="started")
         (tmp_path / "ready").touch()
-        for rank in TWO:
-            pid_of(tmp_path, rank, restart=1, name="noticed1")
+        all_wrote(tmp_path, restart=1, name="noticed1")
         (tmp_path / "go").touch()
         assert job.wait() == [0], job.output
     assert status(tmp_path)["state"] == "finished"
@@ -158,14 +149,12 @@ def test_job_goes_on_after_notices_and_restarted_ranks_get_them_too(tmp_path: Pa
 @pytest.mark.parametrize("signalled", [[1], [0, 1]])
 def test_notice_reaches_each_rank_once_however_many_nodes_got_it(signalled: list[int], tmp_path: Path) -> None:
     with ended(nodes(tmp_path, NOTICED + "say('here')\nwait_for('go')\nsys.exit(3)")) as job:
-        folders = [tmp_path / f"node{node}" for node in TWO]
-        for rank in TWO:
-            pid_of(folders[rank], rank)
+        all_wrote(tmp_path)
         for node in signalled:
             job.processes[node].send_signal(signal.SIGUSR1)
-        for rank in TWO:
-            pid_of(folders[rank], rank, name="noticed1")
-            (folders[rank] / "go").touch()
+        all_wrote(tmp_path, name="noticed1")
+        for node in TWO:
+            (tmp_path / f"node{node}/go").touch()
         assert job.wait() == [3, 3], job.output  # the script's own code counts
     assert not list(tmp_path.glob("node*/noticed2-*"))
 
@@ -189,16 +178,13 @@ def test_stop_while_agents_meet_ends_the_job_at_once(node: int, tmp_path: Path) 
 
 def test_first_signal_after_another_nodes_stop_does_not_end_ranks_at_once(tmp_path: Path) -> None:
     with ended(nodes(tmp_path, HANDLES + WAITS)) as job:
-        folders = [tmp_path / f"node{node}" for node in TWO]
-        for rank in TWO:
-            pid_of(folders[rank], rank)
+        all_wrote(tmp_path)
         job.processes[0].send_signal(signal.SIGTERM)
-        for rank in TWO:
-            pid_of(folders[rank], rank, name="SIGTERM")
+        all_wrote(tmp_path, name="SIGTERM")
         time.sleep(REPEAT_S + 0.2)
         job.processes[1].send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             job.processes[1].wait(1)  # the agent would have ended by then
-        for rank in TWO:
-            (folders[rank] / f"saved-{rank}").touch()
+        for node in TWO:
+            (tmp_path / f"node{node}/saved-{node}").touch()
         assert job.wait() == [143, 143], job.output

@@ -16,6 +16,7 @@ import pytest
 from rankup.agent.logs import host_name
 from rankup.agent.operators import TOO_LATE, run
 from tests.agent.test_launch import WAITS, add_node, launch, nodes, pid_of, write
+from tests.rigs.foreign_scripts import BE_SCRIPT, WARN
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, free_port, lives, start, wait_for
 
@@ -60,7 +61,7 @@ OWN = (
 )
 STOPS = "os.kill(os.getpid(), signal.SIGTERM) if step == 1 else signal.sigtimedwait([], 0.05)"
 FAILS = "1 / (job.rank or step != 2)"
-LAUNCH = ("-m", "rankup", "launch", "--nproc=2")
+LAUNCH = ("launch", "--nproc=2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ENDS = {
     "pass": (0, 7, ""), STOPS: (143, None, ""), FAILS: (1, 2, "ZeroDivisionError: division by zero"),
@@ -86,22 +87,22 @@ def test_end_names_the_step_and_the_run_of_rankup_init(forks: Forks, tmp_path: P
     ((), "pass"), ((), STOPS), ((), FAILS), (LAUNCH, FAILS), (TORCHRUN, STOPS),
 ], ids=["alone", "alone, stopped", "alone, failed", "launch, failed", "torchrun, stopped"])
 def test_command_of_the_script_is_told_the_end_under_each_launcher(
-    starter: tuple[str, ...], act: str, tmp_path: Path
+    starter: tuple[str, ...], act: str, forks: Forks, tmp_path: Path
 ) -> None:
     code, step, cause = ENDS[act]
-    with ended(start(sys.executable, *starter, own(tmp_path, act), cwd=tmp_path)) as job:
-        assert job.wait() == [1 if code and starter == TORCHRUN else code], job.output
+    how: dict[str, Any] = {} if starter == LAUNCH else {"preload": BE_SCRIPT, "env": WARN}
+    whole = 1 if code and starter == TORCHRUN else code
+    output = forks.ends(*starter, own(tmp_path, act), cwds=[tmp_path], code=whole, **how)
     line, = told(tmp_path)
-    assert (line["run"], line["code"], step or line["step"]) == ("mine", code, line["step"]), job.output
+    assert (line["run"], line["code"], step or line["step"]) == ("mine", code, line["step"]), output
     assert cause in line["cause"]
 
 
-def test_command_of_the_script_is_told_of_a_step_that_hangs(tmp_path: Path) -> None:
+def test_command_of_the_script_is_told_of_a_step_that_hangs(forks: Forks, tmp_path: Path) -> None:
     """The watchdog ends this process, and not the script."""
     script = own(tmp_path, "signal.pause()")
     script.write_text(script.read_text().replace("on_end=", "step_timeout_s=1, on_end="))
-    with ended(start(sys.executable, script, cwd=tmp_path)) as job:
-        assert job.wait() == [171], job.output
+    forks.ends(script, cwds=[tmp_path], preload=BE_SCRIPT, code=171)
     line, = told(tmp_path)
     assert (line["code"], "1 s" in line["cause"]) == (171, True), line
 
@@ -115,12 +116,11 @@ def test_command_that_the_settings_name_is_told_the_end(forks: Forks, tmp_path: 
 
 
 @pytest.mark.parametrize(("given", "got"), [("print", "built-in"), ("'x' * 2000", "2000")])
-def test_command_that_cannot_be_run_is_refused(given: str, got: str, tmp_path: Path) -> None:
+def test_command_that_cannot_be_run_is_refused(given: str, got: str, forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(f"import rankup\nrankup.init(on_end={given})\n")
-    with ended(start(sys.executable, tmp_path / "own.py", cwd=tmp_path)) as job:
-        assert job.wait() == [2], job.output
-        assert "on_end must be" in job.output
-        assert got in job.output
+    output = forks.ends(tmp_path / "own.py", cwds=[tmp_path], preload=BE_SCRIPT, code=2)
+    assert "on_end must be" in output
+    assert got in output
 
 
 def test_end_in_a_slurm_job_is_told_by_the_batch_script(tmp_path: Path) -> None:
@@ -237,9 +237,9 @@ def test_spot_machine_that_is_taken_away_leaves_as_after_sigterm(tmp_path: Path,
     assert [line["code"] for line in told(tmp_path)] == [143]
 
 
-def test_machine_without_a_metadata_server_says_so(tmp_path: Path) -> None:
-    line = ("-m", "rankup", "launch", "--spot", f"--run-dir={tmp_path}/runs")
-    script = write(tmp_path, "time.sleep(2)")  # the first answer needs no time: nothing listens there
-    with ended(start(sys.executable, *line, script, env={"RANKUP_METADATA_URL": "http://127.0.0.1:1"})) as job:
+def test_machine_without_a_metadata_server_says_so(forks: Forks, tmp_path: Path) -> None:
+    line, env = ("launch", "--spot", f"--run-dir={tmp_path}/runs"), {"RANKUP_METADATA_URL": "http://127.0.0.1:1"}
+    with forks.running(*line, write(tmp_path, "wait_for('go')"), env=env) as job:
+        job.wait_for("--spot: no metadata server of AWS, GCP or Azure answers")
+        (tmp_path / "go").touch()
         assert job.wait() == [0], job.output
-        assert "--spot: no metadata server of AWS, GCP or Azure answers" in job.output
