@@ -1,4 +1,4 @@
-"""Real Slurm jobs are signalled, requeued, killed and cut off, and reach the weights of an undisturbed run."""
+"""Real Slurm jobs are signalled and requeued, and never train twice."""
 
 import shutil
 from pathlib import Path
@@ -12,11 +12,11 @@ from tests.rigs.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.timeout(1200)
 JOB = (
-    "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 500 --save-every-steps 20 --log-every-steps 5 "
+    "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 300 --save-every-steps 20 --log-every-steps 5 "
     "--evaluate-every-epochs 50 --tensorboard=false"
 )
 RUN = f"{JOB} --name job --run-dir runs --step-timeout-s 60 --workload slow_steps:build"
-ENDLESS = RUN.replace("500", "1000000")
+ENDLESS = RUN.replace("300", "1000000")
 
 
 @pytest.fixture(autouse=True)
@@ -24,36 +24,21 @@ def slow_steps(tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests/rigs/slow_steps.py", tmp_path)
 
 
-def test_slurm_job_with_kills_and_stops_has_the_undisturbed_digest(
+def test_slurm_job_that_is_stopped_twice_has_the_undisturbed_digest(
     cluster: Cluster, forks: Forks, tmp_path: Path
 ) -> None:
-    """A rank, an agent and a node are killed. A signal to each task and an operator's requeue stop the job."""
+    """By a signal to each task, and by an operator's requeue. test_slurm_stranger.py kills a rank, an agent, a node."""
     job = cluster.submit(tmp_path, RUN)
-    job.wait_for_step(30)
-    job.kill_rank("node1")
-    job.wait_for_text("resumed from step", count=1)
-    assert "slurm: the agent on" not in job.output, job.output
-    job.wait_for_step(75)
-    job.kill_agent("node0")
-    job.wait_for_text("resumed from step", count=2)
-    assert "the agent on node0 ended with 137, restarted (1 of 3)" in job.output, job.output
-    assert job.show()["Restarts"] == "0"
     for number, way in enumerate((("scancel", "--signal=TERM"), ("scontrol", "requeue")), 1):
-        job.wait_for_step(50 + 75 * number)
+        job.wait_for_step(75 * number)
         cluster.run(*way, job.number)
         wait_for("the requeue", lambda number=number: job.show()["Restarts"] >= str(number), log=job.log)
         job.go_on()
-    job.wait_for_step(275)
-    # All starts write to one log, and each stop made its own save
-    assert job.output.count("saved at step") == 2
-    cluster.local("kill", "node1")
-    wait_for("the requeue", lambda: job.show()["JobState"] == "PENDING", log=job.log)
-    cluster.local("start", "node1")
     assert job.wait() == "COMPLETED", job.log()
+    # All starts write to one log, and each stop made its own save. Slurm itself requeues for the operator
+    assert job.output.count("saved at step") == 2
+    assert (job.show()["Restarts"], job.output.count("slurm: requeued")) == ("2", 1), job.log()
     assert job.result()["digest"] == digest_by_forks(forks, tmp_path / "undisturbed", f"{JOB} --name job")
-    # Slurm itself requeues for the operator and for the lost node, and the job requeues for the signal. The job may
-    # requeue once more: Slurm may send the dead node's signal to the new node a minute later, or run no step there yet
-    assert int(job.show()["Restarts"]) == 2 + job.output.count("slurm: requeued"), job.log()
 
 
 def test_slurm_end_of_time_requeues_and_scancel_does_not(cluster: Cluster, tmp_path: Path) -> None:
