@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 
 from rankup.places.files import read_json
-from tests.rigs import kubepods, slurm_cluster
+from tests.rigs import kubepods, own_venv, slurm_cluster
 from tests.rigs.containers import clean_environment, docker, why_not
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import FOREIGN, ROOT, environ_of
@@ -188,6 +188,16 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[]
             return (folder / name).read_text()
 
     return value
+
+
+@pytest.fixture(scope="session")
+def wheel(once: Callable[[str, Callable[[], str]], str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """rankup's wheel, beside the folder `source` with the files from which it was built."""
+    def build() -> str:
+        folder = tmp_path_factory.mktemp("wheel")
+        return str(own_venv.wheel(folder, source=own_venv.source(folder / "source")))
+
+    return Path(once("wheel", build))
 
 
 @pytest.fixture(scope="session")

@@ -16,13 +16,6 @@ OWN = "open('imported', 'a').close()\n"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    (folder / "source").mkdir()
-    return own_venv.wheel(folder, source=own_venv.source(folder / "source"))
-
-
-@pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     own_venv.pip("install", wheel, "--target", folder)

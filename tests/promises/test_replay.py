@@ -1,7 +1,6 @@
 """`launch --replay` repeats a run whose nodes came and went, without failures, to the same bits. With FSDP2 such a run
 also continues, although each rank then holds another part of the state."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from tests.agent.test_membership import Nodes
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import wait_for
+from tests.rigs.jobs import changes, wait_for
 
 # At two steps the ranks of the first run wait until the test has removed or added a node
 SCRIPT = """
@@ -62,30 +61,23 @@ def all_at(nodes: Nodes, step: int, ranks: int) -> None:
     nodes.job.wait_until(lambda: len([*shared.glob(f"{step}-*")]) == ranks, f"{ranks} ranks at step {step}")
 
 
-def changes(nodes: Nodes) -> list[tuple[int, int]]:
-    """Return the changes of the number of ranks: the step after which it changed, and the new number."""
-    path = nodes.folder / "shared/run/metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [(entry["step"], entry["job/ranks"]) for entry in entries if "job/ranks" in entry]
-
-
 def test_replay_of_a_run_that_lost_and_regained_a_node_gives_the_same_bits(
     nodes: Nodes, forks: Forks, tmp_path: Path
 ) -> None:
+    run = tmp_path / "shared/run"
     train(nodes, SCRIPT)
     nodes.kill(2)
     all_at(nodes, 17, 2)
     nodes.add(2)
     assert nodes.job.wait() == [0, 0, -9, 0], nodes.job.output
-    assert changes(nodes) == [(0, 3), (8, 2), (17, 3)], nodes.job.output
+    assert changes(run) == [(0, 3), (8, 2), (17, 3)], nodes.job.output
     (tmp_path / "again").mkdir()
     (tmp_path / "again/go").touch()
-    line = ("launch", f"--run-dir={tmp_path}/again", f"--replay={tmp_path}/shared/run")
+    line = ("launch", f"--run-dir={tmp_path}/again", f"--replay={run}")
     output = forks.ends(*line, tmp_path / "job.py", tmp_path / "again")
     first, second = [word for word in f"{nodes.job.output}\n{output}".split() if len(word) == 64]
     assert first == second, f"{nodes.job.output}\n{output}"
-    for step, ranks in changes(nodes):
+    for step, ranks in changes(run):
         assert f"replay: {ranks} ranks from step {step}" in output
 
 
@@ -106,15 +98,16 @@ for old, new in (
 
 
 def test_fsdp_continues_after_a_node_is_lost_and_after_it_returns(nodes: Nodes) -> None:
+    run = nodes.folder / "shared/run"
     train(nodes, SHARDED)
     nodes.kill(2)
-    wait_for("a change to 2 ranks", lambda: len(changes(nodes)) == 2, log=lambda: nodes.job.output)
+    wait_for("a change to 2 ranks", lambda: len(changes(run)) == 2, log=lambda: nodes.job.output)
     (nodes.folder / "shared/go").touch()
     nodes.add(2)
-    wait_for("a change to 3 ranks", lambda: len(changes(nodes)) == 3, log=lambda: nodes.job.output)
+    wait_for("a change to 3 ranks", lambda: len(changes(run)) == 3, log=lambda: nodes.job.output)
     for agent in nodes.agents.values():
         agent.terminate()
     assert nodes.job.wait() == [143, 143, -9, 143], nodes.job.output
-    (_, three), (lost, two), (came, again) = changes(nodes)
+    (_, three), (lost, two), (came, again) = changes(run)
     assert [three, two, again] == [3, 2, 3]
     assert lost == 5 <= came, "the run did not go on from the copy of step 5"

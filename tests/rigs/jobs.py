@@ -202,6 +202,15 @@ def last_step(run_dir: Path) -> int:
         return 0
 
 
+def changes(run_dir: Path) -> list[tuple[int, int]]:
+    """Return the changes of the number of ranks so far: the step after which it changed, and the new number. The last
+    line of the metrics may be half written."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [(entry["step"], entry["job/ranks"]) for entry in entries if "job/ranks" in entry]
+
+
 def comparable_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the metrics without values that depend on the clock or the machine."""
     return [{name: value for name, value in entry.items() if is_comparable(name)} for entry in metrics(run_dir)]

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from tests.rigs.containers import docker, rank_of, wait_for
-from tests.rigs.jobs import ROOT
+from tests.rigs.jobs import ROOT, changes
 from tests.rigs.kube import rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of, verdict
 
@@ -189,9 +189,7 @@ class Cluster:
 
     def changes(self) -> list[int]:
         """Return how many ranks trained after each change of nodes."""
-        path = self.runs / "job" / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line)["job/ranks"] for line in lines if '"job/ranks"' in line]
+        return [number for _, number in changes(self.runs / "job")]
 
     def read(self, name: str) -> Object:
         """Return result.json or status.json of the run."""

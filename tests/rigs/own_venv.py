@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def wheel(folder: Path, *, source: Path) -> Path:
 
 
 def own_venv(folder: Path, wheel: Path, *packages: str) -> Path:
-    """Make a virtual environment with these packages, what they need, and rankup. Returns its bin/."""
+    """Make a virtual environment with rankup and these packages, by default all that it needs. Returns its bin/."""
+    packages = packages or tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
     for name in needed(packages):

@@ -1,6 +1,5 @@
 """Containers are killed, stopped and cut off. All rejoin, and the weights are those of an undisturbed run."""
 
-import json
 import os
 import random
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ import pytest
 from tests.rigs.containers import Project, digest_by_forks, docker, project, wait_for
 from tests.rigs.foreign_scripts import Once
 from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import changes
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 STEPS = 400
@@ -104,16 +104,15 @@ def test_two_of_three_nodes_continue_without_node_0_and_readmit_it(tmp_path: Pat
         made.slow("node0", "node1", "node2")
         made.up()
 
-        def changes() -> list[int]:
-            lines = (made.runs / "job" / "metrics.jsonl").read_text().splitlines()
-            return [json.loads(line)["job/ranks"] for line in lines if '"job/ranks"' in line]
+        def ranks() -> list[int]:
+            return [number for _, number in changes(made.runs / "job")]
 
         made.wait_for_step("job", 50)
         # Node 2 may come seconds later, and the others then begin without it
-        wait_for("three nodes", lambda: changes()[-1] == 3, log=made.logs)
+        wait_for("three nodes", lambda: ranks()[-1] == 3, log=made.logs)
         made.compose("kill", "node0")
-        wait_for("a step of two nodes", lambda: changes()[-2:] == [3, 2], log=made.logs)
+        wait_for("a step of two nodes", lambda: ranks()[-2:] == [3, 2], log=made.logs)
         made.compose("start", "node0")
-        wait_for("a step of three nodes", lambda: changes()[-3:] == [3, 2, 3], log=made.logs)
+        wait_for("a step of three nodes", lambda: ranks()[-3:] == [3, 2, 3], log=made.logs)
         made.stop()
         assert made.codes("node0", "node1", "node2") == [143] * 3, made.logs()

@@ -8,7 +8,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,16 +39,9 @@ def base(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = own_venv.source(tmp_path_factory.mktemp("source"))
-    return own_venv.wheel(tmp_path_factory.mktemp("wheel"), source=source)
-
-
-@pytest.fixture(scope="module")
 def rankup(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     """The command `rankup` of an environment that has the wheel and its dependencies."""
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return own_venv.own_venv(tmp_path_factory.mktemp("user") / "venv", wheel, *needs) / "rankup"
+    return own_venv.own_venv(tmp_path_factory.mktemp("user") / "venv", wheel) / "rankup"
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """On three nodes: a job of two to three loses a node, continues with two at once, and with three after a requeue; its
 losses stay those of one process. A job of two is requeued without the node that failed."""
 
-import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from tests.rigs.containers import wait_for
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT, losses_of
+from tests.rigs.jobs import ROOT, changes, losses_of
 from tests.rigs.slurm_cluster import Cluster, why_not
 
 pytestmark = pytest.mark.timeout(1200)
@@ -46,8 +45,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]
 
 def worlds(folder: Path) -> list[int]:
     """Return the numbers of ranks that trained, from the first to the last."""
-    lines = (folder / "runs" / "job" / "metrics.jsonl").read_text().splitlines()
-    return [number for number, _ in groupby(json.loads(line)["job/ranks"] for line in lines if '"job/ranks"' in line)]
+    return [number for number, _ in groupby(number for _, number in changes(folder / "runs" / "job"))]
 
 
 def test_slurm_elastic_job_loses_a_node_and_gets_it_back(

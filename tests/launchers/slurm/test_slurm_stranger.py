@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from tests.rigs.jobs import ROOT
 from tests.rigs.slurm_cluster import Cluster, SlurmJob
 
 pytestmark = pytest.mark.timeout(1200)
-NEEDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 BATCH = """#!/bin/sh
 #SBATCH --nodes=2
 #SBATCH --time=01:00:00
@@ -32,16 +30,10 @@ exec rankup launch --name mine train.py
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = own_venv.source(tmp_path_factory.mktemp("source"))
-    return own_venv.wheel(tmp_path_factory.mktemp("wheel"), source=source)
-
-
-@pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     """The stranger's folder. Training takes 400 steps of 50 ms and writes runs/ddp.pt."""
     folder = tmp_path_factory.mktemp("own folder")
-    own_venv.own_venv(folder / "venv", wheel, *NEEDS)
+    own_venv.own_venv(folder / "venv", wheel)
     script = (ROOT / "train/examples/repository/train.py").read_text()
     for old, new in (
         ("EPOCHS = 3", "EPOCHS = 25"), ('run="runs/ddp"', '"runs/mine"'),
@@ -121,7 +113,7 @@ def test_slurm_stranger_trains_from_elsewhere_what_rankup_add_wrote_and_ends_wit
     with repositories.index(tmp_path) as index:
         made = make(tmp_path / "my repository", index)
         places = {"one_gpu": made.folder / "venv", "package": made.folder / ".venv", "own_loop": tmp_path / "my envs"}
-        commands = own_venv.own_venv(places[make.__name__], wheel, *NEEDS)
+        commands = own_venv.own_venv(places[make.__name__], wheel)
         pip = ("--python", commands / "python", "install", "--find-links", index, "--no-index")
         own_venv.pip(*pip, "extra")
         if make is repositories.own_loop:
