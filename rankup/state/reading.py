@@ -234,23 +234,39 @@ class _Slice:
 
 class CopyFiles:
     """The tree and the tensors in the files of a copy, plain or sharded. The tensors share the memory of the buffers.
+    A file's header is read when a tensor in it is needed: of the files of a thousand ranks, each rank needs a few.
     `items`: the names of the tracked items. Files that no rank wrote may raise any error."""
 
     def __init__(self, buffers: Mapping[str, Any]) -> None:
         self._tree = json.loads(bytes(buffers[TREE]))["tree"]
         self.items = [*self._tree]
-        self._slices, self.sharded = defaultdict[str, list[_Slice]](list), False
+        self._buffers, self._shards = buffers, sorted(filter(is_shard, buffers))
+        self.sharded = bool(self._shards)
+        self._slices = dict[str, dict[str, _Slice]]()  # in each file whose header was read, by name of the tensor
         self._whole = Tensors()  # that were read, because names share tensors
-        for name, content in buffers.items():
-            if not name.endswith(TENSORS):
-                continue
-            self.sharded |= (split := is_shard(name))
-            item = "" if split else f"{name.removesuffix(TENSORS)}/"
+
+    def _slice(self, name: str, file: str) -> _Slice | None:
+        """Return what a file has of the tensor `name`, or None."""
+        if file not in self._slices:
+            content, item = self._buffers[file], "" if self.sharded else f"{file.removesuffix(TENSORS)}/"
             tensors, metadata = tensors_in(content)
             places = json.loads(metadata.get("places", "{}"))
-            for key, at in tensors.items():
-                offset, whole = places.get(key, ([0] * len(at[1]), at[1]))
-                self._slices[item + key].append(_Slice((content, *at), offset, whole))
+            self._slices[file] = {
+                item + key: _Slice((content, *at), *places.get(key, ([0] * len(at[1]), at[1])))
+                for key, at in tensors.items()
+            }
+        return self._slices[file].get(name)
+
+    def _files(self, name: str) -> list[str]:
+        """Return the files that may have parts of the tensor `name`, in the order of ranks."""
+        return self._shards or [f"{name.partition('/')[0]}{TENSORS}"]
+
+    def _first(self, name: str) -> tuple[int, _Slice]:
+        """Return the first part of the tensor `name`, and the number of its file."""
+        for number, file in enumerate(self._files(name)):
+            if (part := self._slice(name, file)) is not None:
+                return number, part
+        raise ValueError(f"{name} is not in it")
 
     def check(self) -> None:
         """Raise an error if the tree and the tensors do not fit together. This copies no tensor."""
@@ -266,7 +282,7 @@ class CopyFiles:
 
     def _take(self, name: str, device: str = "cpu") -> torch.Tensor:
         """Return a whole tensor, which shares the memory of its file if one file has all of it."""
-        part = self._slices[name][0]
+        _, part = self._first(name)
         tensor = part.tensor().to(device)
         if part.shape == part.whole:
             return tensor
@@ -280,9 +296,7 @@ class CopyFiles:
         _, tensors = encode(target)
         local, places = local_parts(tensors)
         for name, (offset, shape) in places.items():
-            if name not in self._slices:
-                raise ValueError(f"{name} is not in it")
-            if shape != (there := self._slices[name][0].whole):
+            if shape != (there := self._first(name)[1].whole):
                 raise ValueError(f"{name} has the shape {there} there, {shape} here")
             self._fill(name, local[name], offset)
 
@@ -299,12 +313,24 @@ class CopyFiles:
         return dict(decode({item: node for item, node in self._tree.items() if item in wanted}, take, known))
 
     def _fill(self, name: str, local: torch.Tensor, offset: list[int]) -> None:
-        """Fill `local`, a rank's part of the tensor `name`, which begins at `offset` of the whole tensor."""
-        left = local.numel()
-        first, last = (offset[0], offset[0] + local.shape[0]) if offset else (0, 1)
-        for part in self._slices[name]:
-            if offset and not (part.offset[0] < last and part.offset[0] + part.shape[0] > first):
-                continue  # of a thousand parts, nearly all lie elsewhere in the first dimension
+        """Fill `local`, a rank's part of the tensor `name`, which begins at `offset` of the whole tensor. Look first
+        into the files that have it if the ranks split the tensor evenly, in their order, then into all others."""
+        number, first = self._first(name)
+
+        def file_with(element: Iterable[int]) -> int:
+            place = 0
+            for at, whole, part in zip(element, first.whole, first.shape, strict=True):
+                place = place * -(-whole // max(1, part)) + at // max(1, part)
+            return number + place
+
+        files, left = self._files(name), local.numel()
+        every, end = range(len(files)), [begin + size - 1 for begin, size in zip(offset, local.shape, strict=True)]
+        likely = every[file_with(offset):file_with(end) + 1]
+        for n in chain(likely, every[:likely.start], every[likely.stop:]):
+            if not left and n not in likely:
+                return
+            if (part := self._slice(name, files[n])) is None:
+                continue
             low = [max(own, other) for own, other in zip(offset, part.offset, strict=True)]
             high = [min(own + n, other + m) for own, n, other, m
                     in zip(offset, local.shape, part.offset, part.shape, strict=True)]

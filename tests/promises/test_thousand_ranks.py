@@ -3,8 +3,12 @@
 No test measures time. `operations` counts the bytecodes and comparisons of a call, for two numbers of ranks.
 """
 
+import contextlib
+import json
+import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -18,9 +22,12 @@ from rankup.loop.batches import source_of
 from rankup.loop.order import InTensors
 from rankup.observe.stragglers import medians_of_others
 from rankup.places.lease import Lineage
+from rankup.state import reading, tree
 from rankup.state.choice import in_order
 from rankup.state.parts import peers_of
 from rankup.state.place import PARTS, PEER, Candidate
+from rankup.state.reading import CopyFiles
+from rankup.state.tree import TREE, TensorFile, file_of
 from tests.rigs.bare_group import group_of
 
 FEW, MANY = 256, 1024
@@ -144,3 +151,65 @@ def test_order_in_tensors_is_torchs_own() -> None:
     for how in ({}, {"num_samples": 7}, {"num_samples": 25}, {"num_samples": 20}):
         first, second = both(**how)
         assert first == second, how
+
+
+# Sharded copies -------------------------------------------------------------------------------------------------------
+
+
+def split_copy(whole: torch.Tensor, grid: Sequence[int], ranks: Sequence[int]) -> dict[str, bytes]:
+    """Return the files of a sharded copy of one tensor. It is split as torch.chunk does, into `grid` parts in each
+    dimension. `ranks`: which rank has each part, row by row."""
+    chunks = [-(-size // parts) for size, parts in zip(whole.shape, grid, strict=True)]
+    files = {TREE: json.dumps({"tree": {"model": {"$": "tensor", "is": "model/value"}}}).encode()}
+    for rank, cell in zip(ranks, product(*map(range, grid)), strict=True):
+        begin = [min(at * chunk, size) for at, chunk, size in zip(cell, chunks, whole.shape, strict=True)]
+        part = whole[tuple(slice(at, at + chunk) for at, chunk in zip(begin, chunks, strict=True))]
+        files[file_of(rank)] = b"".join(TensorFile({"model/value": part}, {"model/value": (begin, [*whole.shape])}))
+    return files
+
+
+@pytest.fixture
+def read_part(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """Read a rank's part of the tensor of `split_copy`, which has the shape `whole`."""
+    def read(files: dict[str, bytes], whole: torch.Tensor, part: tuple[slice, ...]) -> torch.Tensor:
+        local, place = torch.zeros_like(whole[part]), ([each.start for each in part], [*whole.shape])
+        monkeypatch.setattr(reading, "local_parts", lambda tensors: (tensors, {"model/value": place}))
+        return CopyFiles({name: bytearray(data) for name, data in files.items()}).read_into({"model": local})["model"]
+
+    return read
+
+
+@pytest.mark.parametrize(("ranks", "headers"), [(MANY, 2), (MANY // 2, 3), (2 * MANY, 2), (MANY // 8, 9)])
+def test_rank_reads_the_headers_of_rank_0s_file_and_of_the_files_with_its_part(
+    monkeypatch: pytest.MonkeyPatch, read_part: Callable[..., torch.Tensor], ranks: int, headers: int
+) -> None:
+    seen, tensors_in = list[int](), tree.tensors_in
+    monkeypatch.setattr(reading, "tensors_in", lambda content: seen.append(1) or tensors_in(content))
+    whole = torch.arange(2.0 * MANY)[:, None]
+    files, rows = split_copy(whole, [MANY, 1], range(MANY)), len(whole) // ranks
+    for rank in (ranks // 3, ranks - 1):
+        seen.clear()
+        part = slice(rank * rows, (rank + 1) * rows), slice(0, 1)
+        assert torch.equal(read_part(files, whole, part), whole[part])
+        assert len(seen) == headers
+
+
+def test_any_part_of_a_tensor_is_read_however_ranks_had_split_it_or_the_lack_is_said(
+    read_part: Callable[..., torch.Tensor]
+) -> None:
+    for seed in range(300):
+        draw = random.Random(seed)
+        shape, grid = ([draw.randint(1, most) for _ in range(3)] for most in (9, 4))
+        shape, grid = shape[:(ndim := draw.randint(1, 3))], grid[:ndim]
+        parts = int(torch.tensor(grid).prod())
+        # Ranks may lie in any order in the mesh, and only some of them may have the tensor
+        ranks = draw.choice([range(parts), range(3, parts + 3), draw.sample(range(2 * parts), parts)])
+        whole = torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
+        files, others = split_copy(whole, grid, ranks), {*range(2 * parts)} - {*ranks}
+        files |= {file_of(rank): b"".join(TensorFile({}, {})) for rank in others}
+        ends = [sorted(draw.choices(range(size + 1), k=2)) for size in shape]
+        part = tuple(slice(*pair) for pair in ends)
+        assert torch.equal(read_part(files, whole, part), whole[part]), seed
+        del files[file_of(draw.choice(ranks))]
+        with contextlib.suppress(ValueError):  # the part may lie elsewhere in the tensor
+            assert torch.equal(read_part(files, whole, part), whole[part]), seed
