@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -286,6 +287,8 @@ class ExitHandler:
         self._usual = sys.excepthook
         self.take_errors()
         atexit.register(self.at_exit)
+        # Saves and uploads need threads, which libraries no longer start when Python calls the functions of atexit
+        threading._register_atexit(self._before_threads_end)  # type: ignore[attr-defined]
         if interactive and (shell := getattr(builtins, "get_ipython", None)) is not None:
             shell().events.register("post_run_cell", self._after_cell)  # IPython does not call the hook for errors
 
@@ -313,6 +316,10 @@ class ExitHandler:
         error = result.error_before_exec or result.error_in_exec
         if error is not None and os.getpid() == self._pid and (end := self.leave(error)) is not error:
             self.program.log.warning(str(end))
+
+    def _before_threads_end(self) -> None:
+        if self.job is not None and self.job.loop_is_over:  # otherwise another thread of the script may train
+            self.at_exit()
 
     def at_exit(self) -> None:
         if os.getpid() != self._pid:

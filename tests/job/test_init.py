@@ -98,6 +98,23 @@ def test_run_of_init_may_be_in_an_object_store(by_launch: bool, s3: S3, forks: F
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "one", "two"}
 
 
+@pytest.mark.parametrize("by_launch", [False, True])
+def test_last_copy_of_a_script_without_finish_reaches_the_store(
+    by_launch: bool, s3: S3, forks: Forks, tmp_path: Path
+) -> None:
+    """Python calls the functions of atexit when no library starts threads any more, not even to look up a host."""
+    words = script(tmp_path, f"'s3://{BUCKET}/{tmp_path.name}/mine'")
+    words.write_text(words.read_text().replace("job.finish()\n", ""))
+    with s3.door() as door:
+        env = {**door.env, "RANKUP_CACHE": str(tmp_path / "cache")}
+        env["AWS_ENDPOINT_URL"] = env["AWS_ENDPOINT_URL"].replace("127.0.0.1", "localhost")
+        if by_launch:
+            assert "finished after 3 steps" in forks.ends("launch", words, cwds=[tmp_path], env=env)
+        else:
+            with ended(start(sys.executable, words, env=env, cwd=tmp_path)) as job:
+                assert job.wait() == [0], job.output
+
+
 @pytest.mark.parametrize(("run", "got"), [
     ("'s3://bucket'", "s3://bucket"), ("'s3://'", "s3://"),
     ("__import__('pathlib').Path('s3://bucket/mine')", "s3:/bucket"),
