@@ -24,7 +24,7 @@ from rankup.agent.processes import memory_available
 from rankup.errors import UserError, reason
 from rankup.group.group import MESSAGES, Group
 from rankup.places.files import discard, remove_unfinished
-from rankup.state.copies import MANIFEST, STATE, Content, list_copies, step_of, to_json
+from rankup.state.copies import MANIFEST, STATE, Content, Damaged, list_copies, read_manifest, to_json
 from rankup.state.memory import in_memory, node_id, remove, remove_abandoned
 from rankup.state.place import Folder
 from rankup.state.saver import BackgroundTask, HostCopies
@@ -147,7 +147,11 @@ class Parts:
                 work.wait()
         for rank, part in received.items():
             if part is not None:
-                _keep(self._folders[rank], *part)
+                manifest, content = part
+                kept = _keep(self._folders[rank], manifest["step"], content)
+                if read_manifest(kept)[0] != manifest:
+                    discard(kept)  # its digests are those of other bytes than the rank's own
+                    raise Damaged(kept, "it did not arrive whole")
         # With a GPU the thread's work does not slow down the training, but the next part must not wait for the thread
         beside = max(copying_s, 2 * SHARE * (time.perf_counter() - began_s))
         self._beside_s = time.thread_time() - used_s if self.group.device.type == "cpu" else beside
@@ -185,17 +189,17 @@ def peers_of(known: Sequence[Any]) -> list[int | None]:
 
 
 def _send(path: Path | None, to: int, link: Any) -> list[tuple[Any, torch.Tensor]]:
-    """Begin to send a part, or a note that there is none. Return the transfers, each with the tensor to keep alive."""
-    files = [file for file in path.iterdir() if file.name != MANIFEST] if path is not None else []
-    sizes = {file.name: file.stat().st_size for file in files}
-    note = json.dumps([step_of(path), sizes] if path is not None else None).encode()
-    tensors = [torch.tensor(len(note)), torch.frombuffer(bytearray(note), dtype=torch.uint8)]
-    tensors += [torch.from_file(str(file), size=sizes[file.name], dtype=torch.uint8) for file in files]
+    """Begin to send a part, its manifest first, or a note that there is none. Return the transfers, each with the
+    tensor to keep alive."""
+    manifest = (path / MANIFEST).read_bytes() if path is not None else b"null"
+    tensors = [torch.tensor(len(manifest)), torch.frombuffer(bytearray(manifest), dtype=torch.uint8)]
+    for part in read_manifest(path)[1] if path is not None else []:
+        tensors.append(torch.from_file(str(path / part.name), size=part.size, dtype=torch.uint8))
     return [(dist.isend(tensor, to, group=link), tensor) for tensor in tensors]
 
 
-def _receive(source: int, link: Any) -> tuple[int, dict[str, Content]] | None:
-    """Receive what `_send` sends, and return the step and the content of each file, or None if there is no part."""
+def _receive(source: int, link: Any) -> tuple[dict[str, Any], dict[str, Content]] | None:
+    """Receive what `_send` sends, and return the manifest and the content of each file, or None if there is no part."""
     def receive(length: int) -> bytearray:
         content = bytearray(length)
         dist.recv(torch.frombuffer(content, dtype=torch.uint8), source, group=link)
@@ -203,5 +207,7 @@ def _receive(source: int, link: Any) -> tuple[int, dict[str, Content]] | None:
 
     size = torch.zeros((), dtype=torch.int64)
     dist.recv(size, source, group=link)
-    note = json.loads(receive(int(size)))
-    return None if note is None else (note[0], {name: receive(length) for name, length in note[1].items()})
+    manifest = json.loads(receive(int(size)))
+    if manifest is None:
+        return None
+    return manifest, {name: receive(entry["bytes"]) for name, entry in manifest["files"].items()}

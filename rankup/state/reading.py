@@ -20,7 +20,7 @@ from rankup.state.copies import STATE, Check, Damaged, Part, list_copies, no_che
 from rankup.state.memory import node_id
 from rankup.state.place import PARTS, Candidate
 from rankup.state.shipping import Memory, Shipment, ship
-from rankup.state.tree import TENSORS, TREE, Tensors, decode, encode, local_parts, tensor_at, tensors_in
+from rankup.state.tree import TENSORS, TREE, Slice, Tensors, decode, encode, local_parts, slices_in
 
 OWN = "rankup_"  # names of items that the library adds to the user's items begin with this
 # The group of a process that reads a copy alone
@@ -216,22 +216,6 @@ def _fitting(path: Path) -> Iterator[None]:
         raise Damaged(path, why) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """A part of a tensor, or all of it. `at`: see `tensor_at`. `whole`: the shape of the whole tensor."""
-
-    at: tuple[Any, str, list[int], int, int]
-    offset: list[int]
-    whole: list[int]
-
-    @property
-    def shape(self) -> list[int]:
-        return self.at[2]
-
-    def tensor(self) -> torch.Tensor:
-        return tensor_at(*self.at)
-
-
 class CopyFiles:
     """The tree and the tensors in the files of a copy, plain or sharded. The tensors share the memory of the buffers.
     A file's header is read when a tensor in it is needed: of the files of a thousand ranks, each rank needs a few.
@@ -242,26 +226,20 @@ class CopyFiles:
         self.items = [*self._tree]
         self._buffers, self._shards = buffers, sorted(filter(is_shard, buffers))
         self.sharded = bool(self._shards)
-        self._slices = dict[str, dict[str, _Slice]]()  # in each file whose header was read, by name of the tensor
+        self._slices = dict[str, dict[str, Slice]]()  # in each file whose header was read
         self._whole = Tensors()  # that were read, because names share tensors
-
-    def _slice(self, name: str, file: str) -> _Slice | None:
-        """Return what a file has of the tensor `name`, or None."""
-        if file not in self._slices:
-            content, item = self._buffers[file], "" if self.sharded else f"{file.removesuffix(TENSORS)}/"
-            tensors, metadata = tensors_in(content)
-            places = json.loads(metadata.get("places", "{}"))
-            self._slices[file] = {
-                item + key: _Slice((content, *at), *places.get(key, ([0] * len(at[1]), at[1])))
-                for key, at in tensors.items()
-            }
-        return self._slices[file].get(name)
 
     def _files(self, name: str) -> list[str]:
         """Return the files that may have parts of the tensor `name`, in the order of ranks."""
         return self._shards or [f"{name.partition('/')[0]}{TENSORS}"]
 
-    def _first(self, name: str) -> tuple[int, _Slice]:
+    def _slice(self, name: str, file: str) -> Slice | None:
+        """Return what a file has of the tensor `name`, or None."""
+        if file not in self._slices:
+            self._slices[file] = slices_in(self._buffers[file])
+        return self._slices[file].get(name if self.sharded else name.partition("/")[2])
+
+    def _first(self, name: str) -> tuple[int, Slice]:
         """Return the first part of the tensor `name`, and the number of its file."""
         for number, file in enumerate(self._files(name)):
             if (part := self._slice(name, file)) is not None:
@@ -313,9 +291,9 @@ class CopyFiles:
         return dict(decode({item: node for item, node in self._tree.items() if item in wanted}, take, known))
 
     def _fill(self, name: str, local: torch.Tensor, offset: list[int]) -> None:
-        """Fill `local`, a rank's part of the tensor `name`, which begins at `offset` of the whole tensor. Look first
-        into the files that have it if the ranks split the tensor evenly, in their order, then into all others."""
+        """Fill `local`, a rank's part of the tensor `name`, which begins at `offset` of the whole tensor."""
         number, first = self._first(name)
+        # If the ranks, in their order, have equal parts, `likely` are the files with this one. Otherwise look into all
 
         def file_with(element: Iterable[int]) -> int:
             place = 0

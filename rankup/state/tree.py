@@ -17,6 +17,7 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -72,27 +73,41 @@ class TensorFile:
                 yield flat.view(torch.uint8).numpy().data
 
 
-def tensors_in(content: Any) -> tuple[dict[str, tuple[str, list[int], int, int]], dict[str, str]]:
-    """Return what a safetensors file in the buffer `content` holds: by name the dtype and shape of a tensor, and where
-    its bytes begin and end in the buffer; and the metadata. Raises any error for a file that `TensorFile` did not
-    write."""
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A tensor in the safetensors file `content`, at the bytes from `begin` to `end`. It is a part of a tensor of the
+    shape `whole`, in which it begins at `offset`, or all of it."""
+
+    content: Any
+    dtype: str
+    shape: list[int]
+    begin: int
+    end: int
+    offset: list[int]
+    whole: list[int]
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor, which shares the memory of the file. Raises an error if its bytes don't fit."""
+        if not 8 <= self.begin <= self.end <= len(self.content):
+            raise ValueError("a tensor is cut")
+        flat = torch.frombuffer(self.content, dtype=torch.uint8)[self.begin:self.end]
+        if self.begin % BY_NAME[self.dtype].itemsize:  # another program has written the file
+            flat = flat.clone()
+        return flat.view(BY_NAME[self.dtype]).view(self.shape)
+
+
+def slices_in(content: Any) -> dict[str, Slice]:
+    """Return what a safetensors file in the buffer `content` holds, by name. Raises any error for a file that
+    `TensorFile` did not write."""
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(bytes(content[8:begin]))
-    metadata, found = header.pop("__metadata__", {}), {}
+    places = json.loads(header.pop("__metadata__", {}).get("places", "{}"))
+    found = dict[str, Slice]()
     for name, about in header.items():
-        low, high = about["data_offsets"]
-        found[name] = about["dtype"], about["shape"], begin + low, begin + high
-    return found, metadata
-
-
-def tensor_at(content: Any, dtype: str, shape: list[int], begin: int, end: int) -> torch.Tensor:
-    """Return the tensor at these bytes of a buffer, which it shares. Raises an error if they don't fit."""
-    if not 8 <= begin <= end <= len(content):
-        raise ValueError("a tensor is cut")
-    flat = torch.frombuffer(content, dtype=torch.uint8)[begin:end]
-    if begin % BY_NAME[dtype].itemsize:  # another program has written the file
-        flat = flat.clone()
-    return flat.view(BY_NAME[dtype]).view(shape)
+        (low, high), shape = about["data_offsets"], about["shape"]
+        offset, whole = places.get(name, ([0] * len(shape), shape))
+        found[name] = Slice(content, about["dtype"], shape, begin + low, begin + high, offset, whole)
+    return found
 
 
 def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:

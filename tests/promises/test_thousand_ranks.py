@@ -183,8 +183,8 @@ def read_part(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
 def test_rank_reads_the_headers_of_rank_0s_file_and_of_the_files_with_its_part(
     monkeypatch: pytest.MonkeyPatch, read_part: Callable[..., torch.Tensor], ranks: int, headers: int
 ) -> None:
-    seen, tensors_in = list[int](), tree.tensors_in
-    monkeypatch.setattr(reading, "tensors_in", lambda content: seen.append(1) or tensors_in(content))
+    seen, slices_in = list[int](), tree.slices_in
+    monkeypatch.setattr(reading, "slices_in", lambda content: seen.append(1) or slices_in(content))
     whole = torch.arange(2.0 * MANY)[:, None]
     files, rows = split_copy(whole, [MANY, 1], range(MANY)), len(whole) // ranks
     for rank in (ranks // 3, ranks - 1):

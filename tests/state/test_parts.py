@@ -1,6 +1,7 @@
 """Parts in memory: which ones are taken, and that no damaged part ever is."""
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -19,7 +20,7 @@ from rankup.state.choice import NodeMemory, distinct
 from rankup.state.copies import Damaged, list_copies, to_json
 from rankup.state.memory import node_id
 from rankup.state.parts import Parts, peers_of
-from rankup.state.place import Candidate
+from rankup.state.place import Candidate, Folder
 from rankup.state.reading import Copy, load
 from rankup.state.saver import HostCopies, Options
 from tests.rigs.checkpoints import damage, training_state
@@ -220,7 +221,7 @@ def test_failing_parts_leave_the_last_whole_ones_until_the_next_save(
 def test_unwritable_part_of_another_rank_leaves_nobody_waiting(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def receive(source: int, _: Any) -> Any:
         served.append(source)
-        return 10, {}
+        return {"step": 10, "files": {}}, {}
 
     served: list[int] = []
     waits = SimpleNamespace(wait=lambda: served.append(0))
@@ -234,6 +235,17 @@ def test_unwritable_part_of_another_rank_leaves_nobody_waiting(memory: Path, mon
         kept._write(10, {})
     assert sorted(served) == [0, 1, 2]
     assert [path.name for path in list_copies(memory / "rank-0")] == ["step-00000010"]
+
+
+def test_part_of_another_rank_that_arrives_damaged_is_not_kept(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = json.loads((Folder(memory / "there").write(10, {"state.json": b"{}"}) / "manifest.json").read_bytes())
+    kept = Parts(Ranks(RANKS).group(0), RUN, 1)
+    kept._folders = {rank: memory / f"rank-{rank}" for rank in range(2)}
+    for content in (b"{}", b"[]"):
+        monkeypatch.setattr("rankup.state.parts._receive", lambda *_, content=content: (sent, {"state.json": content}))
+        with pytest.raises(Damaged, match="did not arrive whole") if content == b"[]" else contextlib.nullcontext():
+            kept._write(10, {})
+        assert len(list_copies(memory / "rank-1")) == (content == b"{}")
 
 
 def test_step_does_not_wait_for_the_devices_copy_of_a_part(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
