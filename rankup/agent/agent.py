@@ -26,7 +26,7 @@ from typing import Any
 
 from rankup import timing
 from rankup.agent.ends import Verdict, new_job
-from rankup.agent.events import Judged, Rules
+from rankup.agent.events import Rules
 from rankup.agent.leader_files import LeaderFiles, id_of
 from rankup.agent.logs import host_name
 from rankup.agent.network import chosen_address, in_thread, interface_variables, is_this_machine, listen, open_port
@@ -52,6 +52,7 @@ class Agent:
         on_stop = lambda name: self._handlers[name]()  # noqa: E731
         self.ranks = Ranks(options, send=self.send, on_stop=on_stop, begin=self.begin, finish=self.finish)
         self.files = LeaderFiles(self.ranks, lambda: self.peers.meeting.leading)
+        self.prepare, self.claim, self.judged = self.files.prepare, self.files.claim, self.files.judged
         self.port = 0  # where this agent serves members while it leads, and otherwise tells callers who leads
         self.unfit = False  # this node failed its check before it could rejoin
         self._leaves = False  # whether this node leaves for good while the job goes on
@@ -173,15 +174,6 @@ class Agent:
     def heartbeat(self) -> tuple[list[dict[str, Any]], bool]:
         beats = [record.read().heartbeat() for record in self.ranks.running_records().values()]
         return beats, self.ranks.server.ready.is_set()
-
-    async def prepare(self, n: int, size: int, job: str, restarts: int) -> Mapping[str, Any]:
-        return await self.files.prepare(n, size, job, restarts)
-
-    async def claim(self, job: str, n: int) -> bool:
-        return await self.files.claim(job, n)
-
-    def judged(self, output: Judged) -> None:
-        self.files.judged(output)
 
     def say(self, text: str) -> None:
         log.warning("%s", text)

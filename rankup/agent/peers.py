@@ -11,30 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
-from rankup.agent.events import (
-    Accepted,
-    Beat,
-    Claim,
-    Claimed,
-    Close,
-    Connected,
-    Dial,
-    Ended,
-    Event,
-    Fail,
-    Failed,
-    Hear,
-    Heard,
-    Judged,
-    Log,
-    Output,
-    Prepare,
-    Prepared,
-    Rules,
-    Said,
-    Send,
-    Tick,
-)
+from rankup.agent import events
 from rankup.agent.meeting import Meeting
 from rankup.agent.network import Link, fits, greeting, open_port, read_secret
 from rankup.agent.protocol import LEADERS, MEMBERS, Member
@@ -59,7 +36,7 @@ class Node(Protocol):
     async def claim(self, job: str, n: int) -> bool:
         """Claim the right to form the membership after `n`. Returns whether this node has it."""
 
-    def judged(self, output: Judged) -> None:
+    def judged(self, output: events.Judged) -> None:
         """Write how the job ended."""
 
     def say(self, text: str) -> None:
@@ -73,16 +50,16 @@ class Peers:
     """This node's connections to the other members. `meeting` decides what happens on them."""
 
     def __init__(
-        self, me: Member, rules: Rules, node: Node, *, master: Callable[[], Awaitable[Address]],
+        self, me: Member, rules: events.Rules, node: Node, *, master: Callable[[], Awaitable[Address]],
         address: Address | None = None, leads: bool = False,
     ) -> None:
         """`master`: returns where node 0 listens, or raises an OSError that says why that is not known yet. `address`:
         the same if it never changes. `leads`: this is node 0."""
-        self._node, self._master, self._events = node, master, deque[Event]()
+        self._node, self._master, self._events = node, master, deque[events.Event]()
         self._links: dict[int, Link] = {}
         self._tasks: dict[int | object, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._busy = self._closed = False
+        self._busy = self._closed = self._sets_timer = False
         self._listener: socket.socket | None = None
         if me.num_ranks < me.world_size:
             # Listen on any high port, as gloo will, so that another member can test the route. The kernel completes the
@@ -94,15 +71,15 @@ class Peers:
         self.meeting = Meeting(me, rules, now_s=self._loop.time(), master=address, leads=leads)
 
     def start(self) -> None:
-        self.take(Tick())
+        self.take(events.Tick())
 
     def send(self, kind: str, **values: Any) -> bool:
         """Say something to the leader. Returns False while there is none."""
         there = self.meeting.has_leader
-        self.take(Said({"is": kind, **values}))
+        self.take(events.Said({"is": kind, **values}))
         return there
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         """Let the meeting take an event, and do what it returns. An event may come while an earlier one is handled."""
         self._events.append(event)
         if self._busy or self._closed:
@@ -114,7 +91,13 @@ class Peers:
                     self._do(output)
         finally:
             self._busy = False
-        wake_s = self.meeting.wake_s
+        if not self._sets_timer:
+            self._sets_timer = True
+            self._loop.call_soon(self._set_timer)
+
+    def _set_timer(self) -> None:
+        """Set the timer once for all messages that came together: `wake_s` looks at each connection being made."""
+        self._sets_timer, wake_s = False, self.meeting.wake_s
         if self._closed or (self._timer is not None and self._timer.when() == wake_s):
             return  # most messages change no deadline
         if self._timer is not None:
@@ -123,36 +106,36 @@ class Peers:
 
     def _tick(self) -> None:
         self._timer = None
-        self.take(Tick())
+        self.take(events.Tick())
 
-    def _do(self, output: Output) -> None:
+    def _do(self, output: events.Output) -> None:
         match output:
-            case Send(links, message):
+            case events.Send(links, message):
                 data = json.dumps(message).encode() + b"\n"  # encoded once, because there may be many members
                 for number in links:
                     if (link := self._links.get(number)) is not None:
                         link.write(data)
-            case Hear(message):
+            case events.Hear(message):
                 self._node.hear({**message})
-            case Beat():
+            case events.Beat():
                 ranks, warm = self._node.heartbeat()
                 self.send("alive", ranks=ranks, warm=warm)
-            case Dial(number):
+            case events.Dial(number):
                 self._begin(number, self._dial(output))
-            case Close(number, at_once):
+            case events.Close(number, at_once):
                 if (link := self._links.pop(number, None)) is not None:
                     link.close(at_once=at_once)
                 elif (task := self._tasks.get(number)) is not None:
                     task.cancel()
-            case Claim(job, n):
+            case events.Claim(job, n):
                 self._begin(object(), self._claim(job, n))
-            case Prepare():
+            case events.Prepare():
                 self._begin(object(), self._prepare(output))
-            case Judged():
+            case events.Judged():
                 self._node.judged(output)
-            case Log(text):
+            case events.Log(text):
                 self._node.say(text)
-            case Fail(text):
+            case events.Fail(text):
                 self._node.fail(JoinError(text))
 
     def _begin(self, key: int | object, work: Coroutine[Any, Any, None]) -> None:
@@ -183,7 +166,7 @@ class Peers:
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(Link(reader, writer)) as link:
             number = self.meeting.new_link()
             self._links[number] = link
-            self.take(Accepted(number, link.remote_ip, link.local_ip))
+            self.take(events.Accepted(number, link.remote_ip, link.local_ip))
             await self._read(number, link, MEMBERS)
 
     async def _read(self, number: int, link: Link, forms: Mapping[str, Any]) -> None:
@@ -193,7 +176,7 @@ class Peers:
                 message = await link.receive(forms)
                 if self._links.get(number) is not link:
                     break  # the meeting has closed it
-                self.take(Heard(number, message))
+                self.take(events.Heard(number, message))
         except ConnectionError:
             pass
         except ValueError as error:
@@ -201,21 +184,21 @@ class Peers:
         if self._links.get(number) is link:
             del self._links[number]
             link.close(at_once=bool(why))
-            self.take(Ended(number, why))
+            self.take(events.Ended(number, why))
 
-    async def _dial(self, dial: Dial) -> None:
+    async def _dial(self, dial: events.Dial) -> None:
         try:
             host, port = dial.address or await self._master()
         except OSError as error:
-            self.take(Failed(dial.link, str(error)))
+            self.take(events.Failed(dial.link, str(error)))
             return
         try:
             link = await Link.connect(host, port, timeout_s=dial.timeout_s)
         except OSError as error:
-            self.take(Failed(dial.link, explain(error, host, port), isinstance(error, ConnectionRefusedError)))
+            self.take(events.Failed(dial.link, explain(error, host, port), isinstance(error, ConnectionRefusedError)))
             return
         self._links[dial.link] = link
-        self.take(Connected(dial.link, (link.remote_ip, port), link.local_ip))
+        self.take(events.Connected(dial.link, (link.remote_ip, port), link.local_ip))
         try:
             said: dict[str, Any] = {"token": "", "n": 0, "formed": 0, "running": False, "job": ""}
             said |= {**await greeting(link, read_secret(os.environ)), "is": "leader"}
@@ -224,26 +207,26 @@ class Peers:
         if self._links.get(dial.link) is not link:
             return  # the meeting has closed it
         if fits(said, LEADERS["leader"]):
-            self.take(Heard(dial.link, said))
+            self.take(events.Heard(dial.link, said))
             await self._read(dial.link, link, LEADERS)
         else:
             del self._links[dial.link]
             link.close()
-            self.take(Ended(dial.link))
+            self.take(events.Ended(dial.link))
 
     # What takes time --------------------------------------------------------------------------------------------------
 
     async def _claim(self, job: str, n: int) -> None:
-        self.take(Claimed(n, await self._node.claim(job, n)))
+        self.take(events.Claimed(n, await self._node.claim(job, n)))
 
-    async def _prepare(self, output: Prepare) -> None:
+    async def _prepare(self, output: events.Prepare) -> None:
         try:
             more = await self._node.prepare(output.n, output.size, output.job, output.restarts)
         except Exception as error:  # without this, a bug of rankup would look like a hang
             code = error.code if isinstance(error, ExpectedError) else JOIN_FAILED
-            self.take(Prepared(output.n, None, code, reason(error)))
+            self.take(events.Prepared(output.n, None, code, reason(error)))
         else:
-            self.take(Prepared(output.n, more))
+            self.take(events.Prepared(output.n, more))
 
     async def try_route(self, n: int, route: tuple[str, int, str] | None) -> None:
         """Test the route to the next member: its IP address, port and name. Then tell the leader that this node is
