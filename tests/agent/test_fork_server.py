@@ -375,21 +375,18 @@ def test_news_that_come_together_with_a_signal_do_not_block_the_agent(tmp_path: 
         assert own.server.pids[second]
 
 
-def test_end_of_an_abandoned_rank_is_not_its_successors(light: Rig, tmp_path: Path) -> None:
-    """The rank waited for a dead disk. It is killed when the next rank with its number starts."""
-    light.ready(light.start([script(tmp_path, WAITS)]))
-    light.server.start_rank(1, [str(script(tmp_path, "import sys\nsys.exit(3)", "next.py"))], env=light.env, name="")
-    light.until(lambda: light.codes)
-    assert light.codes == {1: 3}
-
-
-def test_unread_end_of_an_abandoned_rank_is_not_its_successors(light: Rig, tmp_path: Path) -> None:
-    light.start([script(tmp_path, "print(flush=True)\nimport sys\nsys.exit(5)")])
-    light.runner.run(asyncio.sleep(0))  # the request goes out, and no answer is read
-    wait_for("the end of the first", lambda: light.printed(1) and any(
-        child.status() == psutil.STATUS_ZOMBIE and os.getsid(child.pid) == child.pid
-        for child in psutil.Process().children()
-    ))
+@pytest.mark.parametrize("unread", [False, True])
+def test_end_of_an_abandoned_rank_is_not_its_successors(unread: bool, light: Rig, tmp_path: Path) -> None:
+    """The rank waited for a dead disk. It is killed when the next rank with its number starts, or has just ended."""
+    first = light.start([script(tmp_path, "print(flush=True)\nimport sys\nsys.exit(5)" if unread else WAITS)])
+    if unread:
+        light.runner.run(asyncio.sleep(0))  # the request goes out, and no answer is read
+        wait_for("the end of the first", lambda: light.printed(1) and any(
+            child.status() == psutil.STATUS_ZOMBIE and os.getsid(child.pid) == child.pid
+            for child in psutil.Process().children()
+        ))
+    else:
+        light.ready(first)
     light.server.start_rank(1, [str(script(tmp_path, "import sys\nsys.exit(3)", "next.py"))], env=light.env, name="")
     light.until(lambda: light.codes)
     assert light.codes == {1: 3}
