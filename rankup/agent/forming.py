@@ -185,9 +185,8 @@ class Forming:
     def _with_state(self, fit: list[Seat], most: int) -> list[Seat]:
         """Return this leader and others of `fit`, as many as may be, among them nodes that have the state of the last
         finished step. Return [] while such nodes are here, but import torch or have no room."""
-        # Nobody knows whether a membership that was only proposed ran. If not, the nodes of the one before trained
-        # last, so one of each is needed
-        trained = [] if self.basis.left else [set(self.basis.used), set(self.basis.ran)]
+        # Nobody knows which of these trained last, so one of each is needed
+        trained = [set(used) for _, _, used in self.basis.electorates]
         picked = [seat for seat in fit if seat.member.token == self.me.token]
         for tokens in trained:
             keepers = [seat for token, seat in self.by_token.items() if token in tokens and not seat.unfit]
@@ -235,7 +234,7 @@ class Forming:
             self._late |= dict.fromkeys(seat for seat in self.seats.values() if not seat.unfit)
             self._next = replace(
                 self._next, job=self.basis.job, voters=tuple(node.token for node in known),
-                ran=() if self.basis.left else self.basis.ran, before=tuple(self.basis.electorates),
+                before=tuple(self.basis.electorates),
             )
         self._spread("propose", self._next, self._late, n=n)
 
@@ -295,9 +294,9 @@ class Forming:
         """Count a failure of the node that `verdict` blames. After too many failures leave the node out, and propose
         another membership, or end the job if too few nodes would be left. Returns whether this happened."""
         most, rank = self.rules.max_failures, None if verdict.cause is None else verdict.cause.blamed
-        if most is None or verdict.cause is None or rank is None or not self.basis.ran:
+        if most is None or verdict.cause is None or rank is None or not self.basis.trained:
             return False
-        token = self.basis.ran[rank // self.me.num_ranks]
+        token = self.basis.trained[rank // self.me.num_ranks]
         self.failures[token] += 1
         if self.failures[token] < most:
             return False
@@ -357,7 +356,7 @@ class Forming:
             self._commit["change"] = self._describe_change()
         # "v": 1 makes this basis newer than a proposal of the same number by another part of the job
         job = self._commit["job"] if self.rules.limits is not None else ""
-        self.basis = replace(self._next, v=1, before=(), ran=self._next.used, job=job)
+        self.basis = replace(self._next, v=1, before=(), job=job)
         self._why = ""
         self._spread("commit", self.basis, self.seats.values(), n=n, **self._commit)
 
@@ -393,7 +392,7 @@ class Forming:
 
     def _describe_change(self) -> str:
         """Describe for the log what the next membership changes; "" if it has the same nodes."""
-        old, used = {*self.basis.ran}, {*self._next.used}
+        old, used = {*self.basis.trained}, {*self._next.used}
         if old == used:
             return ""
         unseen = "is lost: it is not here"

@@ -462,7 +462,7 @@ class Leading(Forming):
         """Return a row for `rankup status` for each node that this leader has seen; [] if the job is not elastic."""
         if self.rules.limits is None:
             return []
-        rows, voters = {}, [set(each) for _, each in self.basis.electorates]
+        rows, voters = {}, [set(each) for _, each, _ in self.basis.electorates]
         for seat in [*self._lost.values(), *self.seats.values()]:
             used = self.running and seat in self._members and not seat.lost
             votes = all(seat.member.token in each for each in voters)

@@ -50,8 +50,8 @@ SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
 AGE = (INT, INT, INT, NAME)
 TOKENS = [(str, INT, INT)]
 BASIS: dict[str, Any] = {  # see `votes.Basis.pack`
-    "n": INT, "v": INT, "by": NAME, "job": JOB, "used": TOKENS, "voters": TOKENS, "ran": TOKENS, "left": bool,
-    "before": [(INT, TOKENS)], "same_arguments": bool,
+    "n": INT, "v": INT, "by": NAME, "job": JOB, "used": TOKENS, "voters": TOKENS, "left": bool,
+    "before": [(INT, TOKENS, TOKENS)], "same_arguments": bool,
     "known": {
         "from?": AGE, "gone": [INT],
         "more": [(NAME, str, range(65536), range(65536), NAME, range(2**63), range(1, 2**63))],

@@ -2,10 +2,9 @@
 
 Each proposal carries a basis, which says who may form the next membership: a majority of its `voters`, or half of them
 (see `claims`). These must include a node in use, one of `used`: without its ranks the last membership can't still run
-elsewhere. They must also include one of `ran`, which has the state if the last membership was only proposed. All
-voters, spares included, get a proposal before its commit. A part of the job may not know the newest voters, so a
-majority of the earlier ones, `before`, is needed too: until a proposal is committed, or until majorities of both groups
-know that a spare came or left (Raft's joint consensus).
+elsewhere, and it has the state. All voters, spares included, get a proposal before its commit. Nobody knows whether a
+proposal was committed, so the same holds for each of the memberships `before` it: until a proposal is committed, or
+until majorities of both groups know that a spare came or left (Raft's joint consensus).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -43,13 +42,9 @@ class Basis:
     """What all members know of the newest membership. `n`: its number. `v`: its version: 0 while it is a proposal, 1
     after the commit, and more after each change of voters. `by`: the token of the leader that made it, because two
     leaders that are cut apart may use the same number. `known`: all members in the order in which they would lead:
-    those in use by rank, then spares. `used`, `voters`: tokens. `ran`: the nodes that the last committed membership
-    used; () if one of these has left. `before`: the numbers and voters of memberships that may still be the newest for
-    others. `left`: a node of `used` and `ran` has left for good, after its ranks had ended. `same_arguments`: all nodes
-    began with equal arguments.
-
-    If several proposals in a row are not committed, their nodes need not be known: whoever is asked for a proposal says
-    what it knows. If it has not heard a commit, that membership has finished no step, and never will."""
+    those in use by rank, then spares. `used`, `voters`: tokens. `before`: number, voters and nodes in use of each
+    membership that may still be the newest for others; no nodes if one of them has left. `left`: a node in use has left
+    for good, after its ranks had ended. `same_arguments`: all nodes began with equal arguments."""
 
     n: int = 0
     v: int = 0
@@ -58,8 +53,7 @@ class Basis:
     known: tuple[Node, ...] = ()
     used: Tokens = ()
     voters: Tokens = ()
-    ran: Tokens = ()
-    before: tuple[tuple[int, Tokens], ...] = ()
+    before: tuple[tuple[int, Tokens, Tokens], ...] = ()
     left: bool = False
     same_arguments: bool = False
 
@@ -77,12 +71,17 @@ class Basis:
     @property
     def numbers(self) -> list[int]:
         """The memberships before it that may be the newest for others."""
-        return [n for n, _ in self.before]
+        return [n for n, *_ in self.before]
 
     @property
-    def electorates(self) -> list[tuple[int, Tokens]]:
-        """The groups whose majorities are needed: the voters of each membership that may be the newest."""
-        return [(self.n, self.voters), *self.before]
+    def electorates(self) -> list[tuple[int, Tokens, Tokens]]:
+        """Each membership that may be the newest: a majority of its voters, and one of its nodes in use, are needed."""
+        return [(self.n, self.voters, () if self.left else self.used), *self.before]
+
+    @property
+    def trained(self) -> Tokens:
+        """The nodes of the last committed membership, by rank; () if one of them has left."""
+        return self.used if self.follows == self.n else self.before[-1][2]
 
     def hosts(self) -> list[tuple[str, int]]:
         """Return each host in use, by rank, with its number of ranks."""
@@ -104,8 +103,8 @@ class Basis:
         index = {node.token: place for place, node in enumerate(self.known)}
         return {
             "n": self.n, "v": self.v, "by": self.by, "job": self.job, "known": known, "used": _runs(self.used, index),
-            "voters": _runs(self.voters, index), "ran": _runs(self.ran, index), "left": self.left,
-            "before": [[n, _runs(voters, index)] for n, voters in self.before], "same_arguments": self.same_arguments,
+            "voters": _runs(self.voters, index), "left": self.left, "same_arguments": self.same_arguments,
+            "before": [[n, _runs(voters, index), _runs(used, index)] for n, voters, used in self.before],
         }
 
     @staticmethod
@@ -123,9 +122,9 @@ class Basis:
         nodes = (*kept, *(Node(*each) for each in known["more"]))
         return Basis(
             packed["n"], packed["v"], packed["by"], packed["job"], nodes, _tokens(packed["used"], nodes),
-            _tokens(packed["voters"], nodes), _tokens(packed["ran"], nodes),
-            tuple((n, _tokens(voters, nodes)) for n, voters in packed["before"]), packed["left"],
-            packed["same_arguments"],
+            _tokens(packed["voters"], nodes),
+            tuple((n, _tokens(voters, nodes), _tokens(used, nodes)) for n, voters, used in packed["before"]),
+            packed["left"], packed["same_arguments"],
         )
 
 
@@ -166,9 +165,8 @@ def is_majority(tokens: Collection[str], voters: Collection[str]) -> bool:
 def outvoted(basis: Basis, here: Collection[str], *, shared: bool) -> str:
     """Return why the nodes `here` must not go on, because the others might do so too, or "" if they may go on.
     `shared`: whether the job has a `--shared-dir`."""
-    # Nobody knows whether a membership that was only proposed ran. If not, those of the one before have the state
-    ended = basis.left or all(any(token in here for token in group) for group in (basis.used, basis.ran) if group)
-    for n, voters in basis.electorates:
+    for n, voters, used in basis.electorates:
+        ended = not used or any(token in here for token in used)
         present = [token for token in voters if token in here]
         half = 2 * len(present) == len(voters) and (present[:1] == list(voters[:1]) or shared)
         if voters and not ((is_majority(here, voters) or half) and ended):
@@ -180,14 +178,16 @@ def outvoted(basis: Basis, here: Collection[str], *, shared: bool) -> str:
 def claims(basis: Basis, here: Collection[str]) -> set[int]:
     """Return the memberships of which no majority of voters is `here`. There may be two halves, so the nodes must claim
     each of these in `--shared-dir`, which only one half can. Without `--shared-dir`, the first voter's half goes on."""
-    return {n for n, voters in basis.electorates if voters and not is_majority(here, voters)}
+    return {n for n, voters, _ in basis.electorates if voters and not is_majority(here, voters)}
 
 
 def without(basis: Basis, token: str) -> Basis:
     """Return the basis after a node has left: its ranks have ended for good, and it loses its vote."""
-    (_, voters), *before = [(n, tuple(one for one in each if one != token)) for n, each in basis.electorates]
-    left = basis.left or (token in basis.used and (not basis.ran or token in basis.ran))
-    return replace(basis, voters=voters, before=tuple(before), left=left)
+    (_, voters, _), *before = [
+        (n, tuple(one for one in voters if one != token), () if token in used else used)
+        for n, voters, used in basis.electorates
+    ]
+    return replace(basis, voters=voters, before=tuple(before), left=basis.left or token in basis.used)
 
 
 def merge(one: Basis, other: Basis) -> Basis:
@@ -206,14 +206,15 @@ def _after(proposal: Basis, other: Basis) -> Basis:
     It is newer than that commit."""
     if not proposal.follows < other.follows or other.follows not in proposal.numbers:
         return proposal
-    before = tuple(each for each in proposal.before if each[0] >= other.follows)
-    return replace(proposal, before=before, ran=() if other.left else other.ran)
+    before = tuple((n, voters, () if other.left and n == other.follows else used)
+                   for n, voters, used in proposal.before if n >= other.follows)
+    return replace(proposal, before=before)
 
 
 def recount(basis: Basis, spares: Iterable[str], knowing: Collection[str]) -> Basis | None:
     """Return the basis after new spares get a vote or lost spares lose theirs; None if nothing changes. The next change
     waits until majorities know the last one. `knowing`: the nodes that know it."""
-    if not all(is_majority(knowing, voters) for _, voters in basis.electorates):
+    if not all(is_majority(knowing, voters) for _, voters, _ in basis.electorates):
         return None
     if basis.before:
         return replace(basis, before=())

@@ -523,7 +523,7 @@ class World:
         if (known := self.formed.setdefault(basis.n, what)) != what:
             raise Violation(f"membership {basis.n} is {known} and, at {host.token}, {what}")
         if self.limits:  # whoever may know an earlier membership has voted for this one
-            asked = [n for n, _ in leading._next.before] or [0]
+            asked = leading._next.numbers or [0]
             missed = {n for n in self.formed if asked[-1] <= n < basis.n} - {*asked}
             if missed or basis.n <= asked[0]:
                 raise Violation(f"{host.token} commits {basis.n} after {asked}, and does not know {missed}")

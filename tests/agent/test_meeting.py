@@ -56,21 +56,21 @@ def test_each_half_must_claim_the_next_membership_in_a_shared_folder():
 
 
 def test_node_that_left_has_no_vote_in_the_last_memberships():
-    left = without(basis(3, 2, before=((6, ("token0", "token3")),)), "token0")
-    assert (left.voters, left.before, left.left) == (("token1", "token2"), ((6, ("token3",)),), True)
+    left = without(basis(3, 2, before=((6, ("token0", "token3"), ("token3",)),)), "token0")
+    assert (left.voters, left.before, left.left) == (("token1", "token2"), ((6, ("token3",), ("token3",)),), True)
 
 
 @pytest.mark.parametrize(("node", "goes_on"), [(0, True), (1, False), (2, False)])
 def test_others_go_on_without_a_node_that_left_only_if_it_trained_last(node: int, goes_on: bool):
     """Membership 7 was only proposed, to use 0 and 1. In 6 nodes 0 and 2 trained. Either may run elsewhere."""
-    proposed = basis(5, 2, v=0, ran=("token0", "token2"), before=((6, basis(5, 2).voters),))
+    proposed = basis(5, 2, v=0, before=((6, basis(5, 2).voters, ("token0", "token2")),))
     assert (outvoted(without(proposed, f"token{node}"), {"token3", "token4", "token9"}, shared=True) == "") == goes_on
 
 
 def test_basis_travels_as_a_difference_that_another_basis_refuses():
     old = basis(5, 4)
     new = replace(old, n=8, known=(*old.known[:2], *old.known[3:], Node("new", "ip", 1, 2, "h", 9, 1)),
-                  used=("token0", "gone", "new"), before=((7, old.voters),))
+                  used=("token0", "gone", "new"), before=((7, old.voters, old.used),))
     packed = new.pack(old)
     assert Basis.unpack(packed, old) == Basis.unpack(new.pack(), Basis()) == new
     assert [node.token for node in packed["known"]["more"]] == ["new"]
@@ -133,11 +133,29 @@ def test_spares_go_on_if_the_leader_is_lost_while_it_replaces_nodes_that_left():
     assert outvoted(proposed, {"token2", "token3"}, shared=False) == ""
 
 
+def test_spares_of_a_membership_do_not_go_on_without_it_after_another_proposal():
+    """The second membership runs at one and two. Three, four and five have heard only its proposal, and show it to the
+    first leader. That one does not know yet that it has lost one and two."""
+    room = Room(member(0, of=6), Limits(1, 6, wait_s=0.0))
+    own, *others = room.job(6)
+    proposed = Basis(2, 0, "token1", known=room.leader.basis.known, used=("token1", "token2"),
+                     voters=room.leader.basis.voters[1:], before=tuple(room.leader.basis.electorates))
+    room.leader.lose(own.me, "nodes change")
+    for puppet in others[2:]:
+        again = room.enter(puppet.me, knows=proposed)
+        if room.leader.basis.n == 1:
+            again.hears("show")
+            again.say("shown", basis=proposed.pack())
+    room.pass_time(1.0, own, *others[:2])
+    assert room.leader.proposed
+    assert outvoted(room.leader._next, {"token0", "token3", "token4", "token5"}, shared=False)
+
+
 def test_leader_needs_the_voters_of_each_proposal_that_may_be_committed_elsewhere():
     """Two leaders that were cut apart used the same number. Whichever token is larger, both proposals count."""
     for own, other in (("a", "b"), ("b", "a")):
         room = Room(member(0, of=9), Limits(1, 9, wait_s=0.0))
-        last = (7, tuple(f"token{node}" for node in range(5)))
+        last = (7, tuple(f"token{node}" for node in range(5)), ("token0",))
         open_ = {"n": 8, "v": 0, "before": (last,)}
         mine = replace(basis(5, 5, by=own, **open_), voters=("token0", "token1", "token2"))
         theirs = replace(basis(5, 5, by=other, **open_), voters=("token2", "token3", "token4"))
@@ -145,7 +163,7 @@ def test_leader_needs_the_voters_of_each_proposal_that_may_be_committed_elsewher
         third = room.enter(member(3, of=9), knows=theirs)
         third.hears("show")
         third.say("shown", basis=theirs.pack())
-        known = {frozenset(voters) for _, voters in room.leader.basis.electorates}
+        known = {frozenset(voters) for _, voters, _ in room.leader.basis.electorates}
         assert known == {frozenset(mine.voters), frozenset(theirs.voters), frozenset(last[1])}
         assert room.leader.basis.follows == 7
 
@@ -154,15 +172,15 @@ def test_leader_needs_the_voters_of_each_proposal_that_may_be_committed_elsewher
 def test_proposal_counts_although_its_leader_did_not_know_that_the_last_one_was_committed(commit_first: bool):
     """Membership 7 was committed. A leader that knew it as a proposal has proposed 8, and may have committed it."""
     room = Room(member(0, of=9), Limits(1, 9, wait_s=0.0))
-    committed = basis(5, 5, by="a", ran=("token0", "token1"))
-    before = ((7, committed.voters), (6, committed.voters[:2]))
-    proposed = replace(basis(5, 5, n=8, v=0, by="b", ran=("token9",), before=before), voters=committed.voters[2:])
+    committed = basis(5, 5, by="a")
+    before = ((7, committed.voters, committed.used), (6, committed.voters[:2], ("token9",)))
+    proposed = replace(basis(5, 5, n=8, v=0, by="b", before=before), voters=committed.voters[2:])
     known, shown = (committed, proposed) if commit_first else (proposed, committed)
     room.leader.basis, room.leader.membership = known, 8
     third = room.enter(member(3, of=9), knows=shown)
     third.hears("show")
     third.say("shown", basis=shown.pack())
-    assert room.leader.basis == replace(proposed, before=before[:1], ran=committed.ran)
+    assert room.leader.basis == replace(proposed, before=before[:1])
     assert room.enter(member(4, of=9), knows=shown).hears("propose")["n"] == 9
 
 
@@ -390,7 +408,7 @@ def test_leader_of_an_older_membership_asks_members_where_the_newer_leader_is():
     """It was cut off while it had heard only a proposal. It may know no node that leads now."""
     seeker = Seeker(3, Basis())
     seeker.answer({"10.0.0.0": {"token": "token0"}})
-    proposed = basis(4, 4, n=8, v=0, by="token0", before=((7, ("token0", "token1")),))
+    proposed = basis(4, 4, n=8, v=0, by="token0", before=((7, ("token0", "token1"), ("token0",)),))
     link = seeker.meeting._link
     seeker.take(Heard(link, {"is": "propose", "n": 8, "basis": proposed.pack()}))
     seeker.take(Ended(link))
@@ -472,7 +490,7 @@ def test_member_that_comes_back_with_a_newer_proposal_shows_it_before_it_votes()
     """Others have made that proposal, and may have committed it. Here the membership before it still runs."""
     room = Room(limits=Limits(2, 3, wait_s=0.0))
     first, cut, last = room.job()
-    again = room.enter(cut.me, knows=Basis(2, 0, "token9", before=((1, ()),)))
+    again = room.enter(cut.me, knows=Basis(2, 0, "token9", before=((1, (), ()),)))
     for puppet in (first, last):
         assert puppet.hears("lost")["why"] == "its connection was cut"
     again.hears("show")

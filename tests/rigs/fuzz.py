@@ -234,7 +234,7 @@ async def read_frames(data: bytes) -> None:
 
 
 BASIS = {"n": 1, "v": 0, "by": "t0", "job": "20260102T030405-ab", "used": [("", 0, 2)], "voters": [("", 0, 2)],
-         "ran": [("gone", 0, 0)], "left": False, "before": [(0, [])], "same_arguments": True,
+         "left": False, "before": [(0, [], [("gone", 0, 0)])], "same_arguments": True,
          "known": {"gone": [], "more": [("t1", "127.0.0.1", 1, 1, "a", 2, 2), ("t0", "127.0.0.1", 1, 1, "b", 0, 2)]}}
 
 
