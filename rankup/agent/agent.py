@@ -79,8 +79,8 @@ class Agent:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP: do the same
             loop.add_signal_handler(signal.SIGHUP, self._on_sigterm)  # the terminal was closed
         loop.add_signal_handler(signal.SIGUSR2, lambda: None)  # batch systems may send it, and by default it kills
+        await self.ranks.open()
         try:
-            await self.ranks.open()
             if self.options.spot:
                 self.begin(watch_spot(self._on_sigterm))
             self.peers.start()
@@ -172,6 +172,7 @@ class Agent:
     # What `Peers` asks of this node -----------------------------------------------------------------------------------
 
     def heartbeat(self) -> tuple[list[dict[str, Any]], bool]:
+        self.ranks.kill_stopped()
         beats = [record.read().heartbeat() for record in self.ranks.running_records().values()]
         return beats, self.ranks.server.ready.is_set()
 

@@ -3,7 +3,7 @@ processes itself. Imports no torch."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ HASH_SEED = {"PYTHONHASHSEED": "0"}
 
 def environment_of(
     rank: int, local_rank: int, *, node: NodeEnv, commit: Mapping[str, Any], num_threads: int, max_restarts: int,
-    errors: Path, interface: Mapping[str, str], run: Mapping[str, Any] | None,
+    errors: Path, interface: Mapping[str, str], run: Mapping[str, Any] | None, jobs: Iterable[str],
 ) -> dict[str, str]:
     """Return the environment of a rank: this agent's own, and all variables of torchrun. TORCHELASTIC_RUN_ID makes
     Lightning and torch treat the rank as one of torchrun's, even under Slurm. LOCAL_RANK stops Accelerate and
@@ -26,7 +26,7 @@ def environment_of(
 
     `local_rank`: the index among this agent's ranks. `commit`: the leader's message. `errors`: the folder of error
     files. `interface`: variables that name the network interface. `run`: what `rankup.init` must know of the run, which
-    RANKUP_AGENT then holds; None for a script that does not import rankup."""
+    RANKUP_AGENT then holds; None for a script that does not import rankup. `jobs`: the ids of the job so far."""
     local, size, local_rank = node.local_world_size, node.world_size, node.local_rank + local_rank
     # PET_ variables are options of torchrun. A script that imports rankup may read our settings, like RANKUP_CACHE
     hidden = ("PET_", "RANKUP_") if run is None else ("PET_", SECRET_FILE)
@@ -53,6 +53,7 @@ def environment_of(
     }
     ours = as_scheduled_task(os.environ, rank=rank, local=local_rank, size=size, local_size=local)
     if run is not None:  # the fork server adds where the rank finds its line and its record
-        ours["RANKUP_AGENT"] = json.dumps({"job": commit["job"], "restarts": commit["restarts"], "run": run})
+        agent = {"job": commit["job"], "restarts": commit["restarts"], "run": run, "jobs": [*jobs]}
+        ours["RANKUP_AGENT"] = json.dumps(agent)
     values = {**by_default, **given, **interface, **set_by_torchrun, **ours}
     return {name: str(value) for name, value in values.items()}

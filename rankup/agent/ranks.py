@@ -21,7 +21,7 @@ from rankup.agent.fork_server import ForkServer
 from rankup.agent.links import Links
 from rankup.agent.logs import OutputReader, announce_stacks, host_name, last_exception, script_environment
 from rankup.agent.network import in_thread
-from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, in_background, oom_kills
+from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, in_background, oom_kills, state_of
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import Record
 from rankup.agent.script import Script
@@ -60,6 +60,7 @@ class Options:
     stop_after: int | None = None  # the last step of this part of a replay
     health_check: str = ""  # a shell command that ends with 0 on a node that is fit
     spot: bool = False  # ask the cloud whether it takes this machine away
+    jobs: dict[str, None] = field(default_factory=dict)  # the ids of the job so far: each new node 0 gives it another
 
 
 class Asked(IntEnum):
@@ -82,6 +83,7 @@ class Rank:
     running: bool = True
     told: bool = False
     notice_due: bool = False  # it gets SIGUSR1 once it has a handler
+    stopped_s: float = 0.0  # how long it has been stopped (SIGSTOP)
     alone: bool = False  # it ended with 0 and had met no other rank
     said: End | None = None  # the end that the rank itself reported
     reader: OutputReader | None = None  # None only before its start
@@ -119,7 +121,8 @@ class Ranks:
         self._asked, self._passed_on = Asked.NOTHING, ""  # `_passed_on`: the newest signal that asked the ranks to stop
         self._noticed = False  # the script got a notice, which also holds for the ranks that start later
         self._notifying: asyncio.Task[None] | None = None
-        self._oom_kills = oom_kills()
+        self._oom_kills, limits = oom_kills(), self.node.limits
+        self._silent_s = timing.SILENT_S if limits is None else limits.silent_s
         self._writing = list["concurrent.futures.Future[object]"]()  # what threads still write about ends of ranks
 
     async def open(self) -> None:
@@ -179,6 +182,7 @@ class Ranks:
                 return False
             self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])
         self._commit, self._oom_kills = commit, oom_kills()
+        self.options.jobs[commit["job"]] = None
         self.links.begin()
         self.all_ended.clear()
         first = self.node.first_rank
@@ -200,7 +204,7 @@ class Ranks:
         env = environment_of(
             rank.number, rank.local_rank, node=self.node, commit=self._commit, num_threads=self._num_threads,
             max_restarts=self.options.max_restarts, errors=self.run_dir / "logs", interface=self.interface,
-            run=self.options.run if self.imports_rankup else None,
+            run=self.options.run if self.imports_rankup else None, jobs=self.options.jobs,
         )
         # A rank that imports rankup says later which run it is in, and where its log is
         rank.reader = OutputReader(
@@ -272,6 +276,8 @@ class Ranks:
             code, cause = FAULT, "it ended with 0 before it had finished"
         elif code == FINISHED and not rank.told:
             rank.alone = bool(record.alone) and record.phase in ("start", "script")  # rankup.init enters other phases
+        elif code == KILLED and rank.stopped_s >= self._silent_s:
+            cause = f"sent no heartbeat for {rank.stopped_s:.0f} s: it was stopped (SIGSTOP)"
         elif code == KILLED and not rank.told:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif reader is not None and code != FINISHED and not self.imports_rankup:
@@ -289,6 +295,16 @@ class Ranks:
             if self.node.world_size > 1 and all(each.alone for each in self.ranks):
                 log.warning(ALONE, self.script.name, self.node.world_size, self.node.world_size, self.script.name)
             self.all_ended.set()
+
+    def kill_stopped(self) -> None:
+        """Kill a rank that has been stopped (SIGSTOP) for as long as a node may be silent, because all others wait for
+        it. Call this every ALIVE_S: no time passes while this process is stopped too, as when a job is suspended. An
+        unchanged script has no heartbeats and no deadlines."""
+        for rank in self.running if self.imports_rankup else ():
+            stopped = state_of(self.server.pids.get(rank.local_rank, 0)) == "T"
+            rank.stopped_s = rank.stopped_s + timing.ALIVE_S if stopped else 0.0
+            if rank.stopped_s >= self._silent_s:
+                self.server.signal(rank.local_rank, signal.SIGKILL)
 
     def _keep_last_lines(self, reader: OutputReader) -> None:
         if advice := self.options.advice(reader.tail):

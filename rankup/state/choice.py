@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+from rankup.agent.ends import job_of
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
@@ -24,13 +25,17 @@ SECOND = "copies"  # folder for second copies, by the id of their run, in the ru
 def distinct(found: Iterable[Candidate], world_size: int) -> list[Candidate]:
     """Return each copy once, although the ranks of a node list the same files. Parts that together cover all ranks
     become one candidate; incomplete sets of parts are dropped."""
-    once = {(one.node, one.where): one for one in sorted(found, key=lambda one: -one.rank)}
+    # A new agent does not know that a copy is of this job, and another agent on its machine does
+    known_last = sorted(found, key=lambda one: (one.lineage is not None, -one.rank))
+    once = {(one.node, one.where): one for one in known_last}
     parts = defaultdict[tuple[int, str, str], list[Candidate]](list)
     for one in once.values():
         if one.kind == PARTS:
             parts[one.step, one.attempt, one.run].append(one)
     whole = [each for each in parts.values() if {rank for one in each for rank in one.ranks} >= {*range(world_size)}]
-    return [one for one in once.values() if one.kind != PARTS] + [replace(each[0], parts=each) for each in whole]
+    first = [max(each, key=lambda one: one.lineage is not None) for each in whole]
+    sets = [replace(one, parts=each) for one, each in zip(first, whole, strict=True)]
+    return [one for one in once.values() if one.kind != PARTS] + sets
 
 
 def in_order(
@@ -110,15 +115,21 @@ class NodeMemory(Place):
                 self.options.check(path, record := read_json(path / STATE))
                 if not (one := Candidate.of(path, record)).attempt:
                     continue
+                # Memory also holds copies of other jobs. Only a copy of this job may say which run to resume
+                line = Lineage.of(record.get("lineage"))
+                ours = line is not None and self._is_of_this_job(one, line)
+                one = replace(one, lineage=line.values() if line and ours else None)
                 if "." not in path.parent.name:
-                    # Memory also holds rescues of other jobs. Only a rescue of this job may say which run to resume
-                    line = Lineage.of(record.get("lineage"))
-                    ours = line is not None and self.group.rank_env.agent and of_this_job(line, self.group)
-                    words = f"step {one.step}, rescued by {record['written_by']}"
-                    yield replace(one, kind=RESCUE, words=words, lineage=line.values() if line and ours else None)
+                    yield replace(one, kind=RESCUE, words=f"step {one.step}, rescued by {record['written_by']}")
                 elif self.options.memory_every_steps != 0 and record["world_size"] == self.group.world_size:
                     words, ranks = f"step {one.step}, whose parts were all in memory", map(int, record["ranks"])
                     yield replace(one, kind=PARTS, words=words, ranks=[*ranks])
+
+    def _is_of_this_job(self, one: Candidate, line: Lineage) -> bool:
+        """Return whether this launch began the run of copy `one`, or a rank of this node's agent wrote the copy. A new
+        agent of node 0 gives the job a new id, but those of the other nodes know the earlier ids."""
+        agent = self.group.rank_env.agent
+        return agent is not None and (of_this_job(line, self.group) or job_of(one.attempt) in agent.get("jobs", ()))
 
 
 def of_this_job(other: Lineage, group: Group) -> bool:

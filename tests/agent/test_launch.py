@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rankup import timing
 from rankup.agent.logs import host_name
 from rankup.agent.processes import cpu_quota
 from rankup.explain import diagnose_files
@@ -410,6 +411,21 @@ def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> No
         assert job.wait() == [7], job.output
     assert "rank 0 did not end within 5 s after the others: killed" in job.output
     assert [each.rank for each in diagnose_files([tmp_path / "runs/job"])] == [1]
+
+
+def test_stopped_rank_is_lost_once_it_is_silent_too_long(forks: Forks, tmp_path: Path) -> None:
+    script, preload = write(tmp_path, "import rankup\n" + WAITS), "tests.agent.test_launch:accept_little_silence"
+    with forks.running("launch", "--nproc=2", f"--run-dir={tmp_path}/runs", script, preload=preload) as job:
+        os.kill([pid_of(tmp_path, rank) for rank in TWO][1], signal.SIGSTOP)
+        for rank in TWO:
+            pid_of(tmp_path, rank, restart=1)
+        (tmp_path / "go").touch()
+        assert job.wait() == [0], job.output
+    assert re.search(r"rank 1 on \S+ ended with 137 \(sent no heartbeat for 2 s: it was stopped \(SIGSTOP", job.output)
+
+
+def accept_little_silence() -> None:
+    timing.SILENT_S = 2.0
 
 
 def test_forked_ranks_outlive_their_server_and_end_with_their_agent(forks: Forks, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from rankup.agent.ends import new_job
 from rankup.agent.record import Record
 from rankup.state.memory import homes
 from tests.rigs import places
-from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, outcome, rank_env
+from tests.rigs.fork_server import Forks, Job
+from tests.rigs.jobs import MAIN, free_port, outcome, rank_env, result
 from tests.rigs.places import Fault
 from tests.rigs.small_filesystems import own_tmpfs
 
@@ -114,6 +114,30 @@ def test_damaged_rescue_is_skipped_and_reported(forks: Forks, tmp_path: Path, un
 KILL = {"PROBE": json.dumps({"where": "loss", "call": 14, "rank": 1, "signal": "SIGKILL"})}  # in step 12
 OTHER = ("--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=16", "--save-every-steps=5",
          "--tensorboard=false")
+
+
+def test_job_continues_from_memory_if_node_0_returns_with_an_empty_disk_before_the_first_checkpoint(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """Node 0's new agent does not know the job, and the agent of the other node does."""
+    port, there, settings = free_port(), tmp_path / "there", (*OTHER, "--save-every-steps=1000")
+    forks.ends(*train(tmp_path / "undisturbed", *settings), world_size=2)
+
+    def start(node: int, **order: Any) -> Job:
+        line = ("--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}")
+        env = {"LOCAL_RANK": str(node), **({"PROBE": json.dumps(order)} if order else {})}
+        return forks.start("launch", *line, MAIN, *train(tmp_path / f"node{node}", *settings), env=env)
+
+    order = {"where": "loss", "call": 8, "rank": 0, "tell": str(there), "until": "never"}
+    other, lost = start(1), start(0, **order)
+    lost.wait_until(there.exists, "step 6")
+    lost.processes[0].signal("SIGKILL")
+    assert lost.wait() == [-9]
+    shutil.rmtree(tmp_path / "node0")
+    new = start(0)
+    assert [*new.wait(), *other.wait()] == [0, 0], new.output + other.output
+    assert re.search(r"resumed from step \d, rescued by rank 1 on \S+; no finished step", new.output), new.output
+    assert result(tmp_path / "node0/run")["digest"] == result(tmp_path / "undisturbed/run")["digest"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.settings import check_record
 from rankup.places.lease import Lineage
-from rankup.state.choice import SECOND, in_order
+from rankup.state.choice import SECOND, NodeMemory, in_order
 from rankup.state.memory import list_held, write_rescue
-from rankup.state.place import CHECKPOINT, PEER, Candidate
+from rankup.state.place import CHECKPOINT, PEER, RESCUE, Candidate
 from rankup.state.run import Run
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
@@ -151,6 +151,22 @@ def test_renamed_rescue_of_another_run_is_no_damaged_copy_of_this_one(node: Node
     assert (node.go_on(None).newest, node.said) == (None, [])
 
 
+@pytest.mark.parametrize("part", [False, True])
+def test_node_0_with_an_empty_disk_learns_the_run_from_the_memory_of_its_own_job_alone(node: Node, part: bool) -> None:
+    """The run has no checkpoint yet. Node 0's new agent gives the job a new id; that of another node knows the old."""
+    lineage, group = Lineage(RUN, "job-1-0", "job-1", [["job-1-0-mark", 0]], 1), cast("Any", node)
+    node.rescue(7, "job-1-0-mark", lineage=lineage.values(), ranks=[0], world_size=1)
+    if part:
+        (path,) = list_held()
+        path.parent.rename(path.parent.with_name(f"{RUN}.rank-00000"))
+    for jobs, known in (([], None), (["job-2", "job-11", "job"], None), (["job-1", "job-2"], lineage.values())):
+        node.rank_env = SimpleNamespace(start="job-2", agent={"jobs": jobs})
+        assert [one.lineage for one in NodeMemory(group, Options()).list()] == [known]
+        if not part:
+            words = "step 7, rescued by rank 0 on node0; no finished step was lost" if known else ""
+            assert node.go_on(None).words == words
+
+
 def test_copies_of_several_runs_are_refused_if_node_0_knows_no_run(node: Node) -> None:
     for name in ("one", "other"):
         node.copy(4, "a", line(1, ("a", 0), run=name))
@@ -159,6 +175,9 @@ def test_copies_of_several_runs_are_refused_if_node_0_knows_no_run(node: Node) -
 
 
 @pytest.mark.parametrize(("known", "listed", "expected"), [
+    # The agent of rank 0 is new, and does not know that the rescue is of this job; that of rank 1 shares its memory
+    (None, [Candidate(0, "one", RESCUE, "/8", "", 8, "a", RUN),
+            Candidate(1, "one", RESCUE, "/8", "", 8, "a", RUN, A.values())], [(1, 8)]),
     # Two ranks share a disk, and another node has the same path
     (A, [Candidate(rank, NODES[rank], PEER, "/8", "", 8, "a", RUN, A.values()) for rank in range(3)], [(0, 8), (2, 8)]),
     # An unreadable copy is tried, so that it is reported
