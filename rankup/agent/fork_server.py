@@ -47,7 +47,7 @@ from rankup.agent.processes import (
 )
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import Record
-from rankup.errors import FAULT, FINISHED
+from rankup.errors import FAULT, FINISHED, UserError
 from rankup.timing import ADOPTED_S, KILL_S
 
 AGENT = "RANKUP_AGENT"
@@ -91,10 +91,14 @@ class ForkServer:
                  "modules": [*modules], "preload": [*preload]}
         with theirs:
             # Detached from the terminal (setsid), so that Ctrl-C reaches only the agent, which passes it on once
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(order)], env=dict(env), pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, json.dumps(order)], env=dict(env), pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL, start_new_session=True,
+                )
+            except BlockingIOError as error:
+                limit = "ulimit -u, or pids.max of the container, must allow to start more processes"
+                raise UserError(f"{limit}, got: {error.strerror}. Raise it, or end other processes.") from None
         self.pid = self._process.pid
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel, self._known)

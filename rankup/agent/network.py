@@ -17,6 +17,7 @@ import errno
 import hmac
 import ipaddress
 import json
+import logging
 import math
 import os
 import re
@@ -34,6 +35,7 @@ from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError, UserError
 from rankup.timing import CONNECT_S, HELLO_S, PAUSE_S, PORT_S
 
+log = logging.getLogger("rankup")
 T = TypeVar("T")
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 LONGEST = 1 << 20  # bytes of one message; the longest are a commit, which names each host, and a hello, which names
@@ -44,6 +46,7 @@ SECRET_FILE = "RANKUP_SECRET_FILE"
 WAY_OUT = f"Set {SECRET_FILE} to the same content on all nodes, or on none"
 NONCE = 32  # bytes of a nonce, and of an HMAC-SHA256
 SHORTEST, LONGEST_SECRET = 16, 4096  # bytes
+MOST_NAMED = 8  # machines with another secret; strangers must not fill the log
 MOST_HALF_OPEN = 256  # connections that have not proved the secret yet; a process may open 1,024 files by default
 
 
@@ -295,6 +298,7 @@ def guard(accept: Accept, secret: bytes) -> Accept:
     if not secret:
         return accept
     half_open: dict[asyncio.StreamWriter, None] = {}
+    named = set[str]()  # addresses of processes that have answered with another secret
 
     async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while len(half_open) >= MOST_HALF_OPEN:  # drop the oldest: a process that knows the secret has answered
@@ -308,6 +312,10 @@ def guard(accept: Accept, secret: bytes) -> Accept:
             async with asyncio.timeout(HELLO_S):
                 answer = await reader.readexactly(2 * NONCE)
             if not hmac.compare_digest(answer[NONCE:], prove(secret, "member", nonce, answer[:NONCE])):
+                ip = _plain(writer.get_extra_info("peername")[0])
+                if ip not in named and len(named) < MOST_NAMED:
+                    named.add(ip)
+                    log.warning("a process on %s was refused: it has another secret, or none. %s", ip, WAY_OUT)
                 raise ConnectionError
             writer.write(encode("proof", proof=prove(secret, "leader", nonce, answer[:NONCE]).hex()))
         except (OSError, EOFError, asyncio.CancelledError):  # Python 3.11 prints a traceback of a CancelledError

@@ -206,7 +206,10 @@ def in_background(work: Callable[[], T]) -> "concurrent.futures.Future[T]":
         except Exception as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="background", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="background", daemon=True).start()
+    except RuntimeError:  # no more threads are allowed (ulimit -u, pids.max): waiting is better than ending
+        run()
     return done
 
 

@@ -1,26 +1,31 @@
 """What the agent knows about processes, how it ends them, and the limits of a container or a batch job."""
 
 import ast
+import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from rankup.agent import processes
+from rankup.agent import fork_server, processes
+from rankup.agent.fork_server import ForkServer
 from rankup.agent.processes import (
     cpu_quota,
     explain_sigkill,
     has_handler,
+    in_background,
     memory,
     oom_kills,
     send_signal,
     start_of,
     state_of,
 )
+from rankup.errors import UserError
 from tests.rigs.jobs import ROOT, environment
 
 # The kernel cuts names after 15 bytes. Each of these characters has three bytes, so the last one is incomplete
@@ -180,3 +185,22 @@ def test_memory_kills_are_counted_in_the_own_group(tmp_path: Path, contents: dic
 def test_sigkill_is_explained_by_memory_kills_since_then(now: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "oom_kills", lambda: now)
     assert explain_sigkill(3).startswith(text)
+
+
+def test_limit_of_processes_is_named_and_one_of_threads_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def start() -> None:
+        ForkServer(on_end=print, on_warning=print, on_gone=print).start(env={})
+
+    monkeypatch.setattr(fork_server.subprocess, "Popen", refuse)
+    monkeypatch.setattr(fork_server, "become_subreaper", lambda: None)
+    with pytest.raises(UserError, match=r"^ulimit -u, or pids.max of the container, must allow .* Raise it"):
+        asyncio.run(start())
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert in_background(lambda: 5).result() == 5

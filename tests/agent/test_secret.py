@@ -76,7 +76,9 @@ def secret(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynchronous
-async def test_only_the_same_secret_lets_a_member_in(secret_file: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_only_the_same_secret_lets_a_member_in(
+    secret_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async with leading() as leader:
         assert await leader.is_asked(b"") == ""
         way_out = "Set RANKUP_SECRET_FILE to the same content on all nodes, or on none"
@@ -87,6 +89,7 @@ async def test_only_the_same_secret_lets_a_member_in(secret_file: Path, monkeypa
         assert await leader.is_asked(SECRET) == ""
         assert await leader.is_asked(SECRET[::-1]) == await leader.is_asked(b"") == why
         assert leader.num_let_in == 1
+    assert caplog.messages == [f"a process on 127.0.0.1 was refused: it has another secret, or none. {way_out}"]
 
 
 @pytest.mark.usefixtures("secret")
