@@ -191,10 +191,12 @@ def peers_of(known: Sequence[Any]) -> list[int | None]:
 def _send(path: Path | None, to: int, link: Any) -> list[tuple[Any, torch.Tensor]]:
     """Begin to send a part, its manifest first, or a note that there is none. Return the transfers, each with the
     tensor to keep alive."""
-    manifest = (path / MANIFEST).read_bytes() if path is not None else b"null"
-    tensors = [torch.tensor(len(manifest)), torch.frombuffer(bytearray(manifest), dtype=torch.uint8)]
-    for part in read_manifest(path)[1] if path is not None else []:
-        tensors.append(torch.from_file(str(path / part.name), size=part.size, dtype=torch.uint8))
+    manifest, files = b"null", list[torch.Tensor]()
+    if path is not None:
+        manifest = (path / MANIFEST).read_bytes()
+        files = [torch.from_file(str(path / part.name), size=part.size, dtype=torch.uint8)
+                 for part in read_manifest(path)[1]]
+    tensors = [torch.tensor(len(manifest)), torch.frombuffer(bytearray(manifest), dtype=torch.uint8), *files]
     return [(dist.isend(tensor, to, group=link), tensor) for tensor in tensors]
 
 
