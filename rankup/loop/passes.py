@@ -5,6 +5,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain, count
 from typing import Any, Self
@@ -157,55 +158,52 @@ class Batches:
         def moves() -> None:
             group.record.begin_anew(step)  # the deadline is one for each batch, so only a replay that hangs is late
 
-        self._enter_replay()
-        if isinstance(source, Split):
-            trace.value = None
-            compares = known is not None and not resized  # all ranks load it: workers then get the same batches on each
-            pairs = source.open(
-                seed, epoch=epoch, skip=done, state=state, look=look if compares else None, moves=moves
-            )
-            if compares and own and trace.value != known:
-                self._warn(f"{source.name()} {OTHER_BATCH}")
-        else:
-            replays = source.replays and not (source.stateful and state is not None)
-            if replays:
-                group.log.info(f"batches  loading again the {done} batches of this epoch's finished steps")
-            pairs = source.open(seed, epoch=epoch, skip=done, state=state, look=look)
-            if replays and known is not None and (own or resized) and trace.value != known:
-                raise UserError(self._other_batches(resized=resized))
-            if not replays:
-                trace.value = known if own and source.stateful else None
-        self._leave_replay()
+        with self._replay():
+            if isinstance(source, Split):
+                trace.value = None
+                compares = known is not None and not resized  # on all ranks: workers then get the same batches on each
+                pairs = source.open(
+                    seed, epoch=epoch, skip=done, state=state, look=look if compares else None, moves=moves
+                )
+                if compares and own and trace.value != known:
+                    self._warn(f"{source.name()} {OTHER_BATCH}")
+            else:
+                replays = source.replays and not (source.stateful and state is not None)
+                if replays:
+                    group.log.info(f"batches  loading again the {done} batches of this epoch's finished steps")
+                pairs = source.open(seed, epoch=epoch, skip=done, state=state, look=look)
+                if replays and known is not None and (own or resized) and trace.value != known:
+                    raise UserError(self._other_batches(resized=resized))
+                if not replays:
+                    trace.value = known if own and source.stateful else None
         return pairs
 
-    def _enter_replay(self) -> None:
-        """Begin the phase in which batches of finished steps are loaded again. Before the first one a loader may take
-        long to reach its place, and no sign shows that it moves."""
-        settings, step = self._job.settings, self._job.position.step
-        self._job.group.watch.enter("replay", max(settings.setup_timeout_s, settings.step_timeout_s), step=step)
-
-    def _leave_replay(self) -> None:
-        """Wait for all ranks, for as long as any of them moves, and begin the step: a rank that is faster must not wait
-        for the others in its step."""
-        self._job.group.watch.enter("replay", 0.0)
-        self._job.group.barrier()
-        self._job.enter_step()
+    @contextmanager
+    def _replay(self) -> Iterator[None]:
+        """Load batches of finished steps again in this block. Before the first one a loader may take long to reach its
+        place, and no sign shows that it moves. Then wait for all ranks, for as long as any of them moves, and begin the
+        step: a rank that is faster must not wait for the others in its step."""
+        job, settings = self._job, self._job.settings
+        timeout_s = max(settings.setup_timeout_s, settings.step_timeout_s)
+        job.group.watch.enter("replay", timeout_s, step=job.position.step)
+        yield
+        job.group.watch.enter("replay", 0.0)
+        job.group.barrier()
+        job.enter_step()
 
     def _open_twice(self, seed: int, epoch: int) -> Iterator[tuple[Any, float]]:
         """Return what `open` returns at the beginning of an epoch, in an attempt that resumes there: nothing shows what
         the earlier attempt's loader would yield, but one with a generator or a counter of its own yields something else
         each time. Raises UserError, or warns, if the first batch is another one the second time."""
-        source = self.source
-        self._enter_replay()
-        firsts = []
-        for _ in range(2):
-            pairs = source.open(seed, epoch=epoch, skip=0, state=None)
-            firsts.append(next(pairs, (END, 1.0)))
-        if len({digest_of(batch) for batch, _ in firsts}) > 1:
-            if not isinstance(source, Split):
-                raise UserError(self._other_batches(resized=False))
-            self._warn(f"{source.name()} {OTHER_BATCH}")
-        self._leave_replay()
+        source, firsts = self.source, []
+        with self._replay():
+            for _ in range(2):
+                pairs = source.open(seed, epoch=epoch, skip=0, state=None)
+                firsts.append(next(pairs, (END, 1.0)))
+            if len({digest_of(batch) for batch, _ in firsts}) > 1:
+                if not isinstance(source, Split):
+                    raise UserError(self._other_batches(resized=False))
+                self._warn(f"{source.name()} {OTHER_BATCH}")
         return chain(firsts[1:] if firsts[1][0] is not END else (), pairs)
 
     def _fetch(self, pairs: Iterator[tuple[Any, float]], trace: Trace, first: int) -> Iterator[tuple[Any, ...]]:
