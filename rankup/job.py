@@ -16,6 +16,7 @@ import threading
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,8 @@ from rankup.state.second_place import fetched, kept_step
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
 log = logging.getLogger("rankup")
+# The whole numbers among the arguments of `init`, with the least value of each
+LEAST = {"log_every_steps": 1, "keep": 1, "save_every_steps": 0, "compare_every_steps": 0, "memory_every_steps": 0}
 OWN = ("run", "device", "task", "settings", "on_end")  # names in `init` that may differ between ranks
 PID = os.getpid()  # a rank that is forked later is not interactive
 HASHES = (
@@ -98,7 +101,8 @@ def init(
     """
     task = array_task(os.environ) if seed is None else None
     seed = seed if seed is not None else task or 0
-    given = {name: value for name, value in locals().items() if name not in OWN}
+    given = {name: os.fspath(value) if isinstance(value, PathLike) else value for name, value in locals().items()
+             if name not in OWN}
     named, program, interactive = os.fspath(run), Program(), is_interactive()
     handler = ExitHandler(program, interactive=interactive)
     program.stop.install(interrupts=interactive)
@@ -124,7 +128,7 @@ def init(
     options["finished"] = lambda newest, result: result.get("step") == newest.step and not group.restarted
     if interactive:
         options["step_timeout_s"] = 0.0
-    chosen = Settings(**{**options, "store": store or address}, check=check, shown=settings)
+    chosen = Settings(**{**options, "store": given["store"] or address}, check=check, shown=settings)
     program.start(run, guarded=False, stacks=True, on_end=on_end)
     if task is not None:
         program.log.info(f"seed {seed}, the number of this task in an array of jobs")
@@ -186,7 +190,18 @@ def check_options(given: dict[str, Any]) -> None:
     may_change = given["may_change"]
     if isinstance(may_change, str) or not isinstance(may_change, Collection):
         raise UserError(f'rankup.init: may_change must be a set of names, got {may_change!r}. Write {{"lr"}}.')
+    if type(given["seed"]) is not int:  # a number of numpy, or a text of argparse, would draw other random numbers
+        raise UserError(f"rankup.init: seed must be a whole number, got {given['seed']!r}. Give it as int.")
+    for name, least in LEAST.items():
+        value, optional = given[name], signature(init).parameters[name].default is None
+        if not ((value is None and optional) or (type(value) is int and value >= least)):
+            raise UserError(f"rankup.init: {name} must be a whole number >= {least}, got {value!r}. Give it as int.")
+    for name in (name for name in given if name.endswith("_timeout_s")):
+        if type(given[name]) not in (int, float) or not given[name] >= 0:
+            raise UserError(f"rankup.init: {name} must be a number of seconds >= 0, got {given[name]!r}. Change it.")
     for name in ("store", "mirror"):
+        if not isinstance(given[name], str):
+            raise UserError(f"rankup.init: {name} must be a folder or an address, got {given[name]!r}. Leave it out.")
         if secrets_in(given[name]):
             raise UserError(must_hold_no_secrets(f"rankup.init: {name}"))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.loop.filling import copied
-from rankup.loop.reporting import terms_of
+from rankup.loop.reporting import pairs_of
 from rankup.loop.saving import FROZEN
 from rankup.loop.training_loop import TrainingLoop
 from rankup.loop.weights import start_from
@@ -247,10 +247,7 @@ class Job(TrainingLoop):
                 item.eval()
             with torch.no_grad():
                 for batch in self.eval_batches(loader, pad=pad):
-                    terms = {name: terms_of(f"job.evaluate: {name}", value) for name, value in function(batch).items()}
-                    for name, pair in terms.items():
-                        if len(pair) != 2:
-                            raise UserError(f"evaluate: {name} must be a pair (sum, count), got a number. Add a count.")
+                    for name, pair in pairs_of(function(batch)).items():
                         if self.loop.weight:  # otherwise the batch only keeps this rank in step
                             sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0)), pair, strict=True)]
         finally:

@@ -140,6 +140,22 @@ def terms_of(where: str, value: Any) -> list[float]:
     return [number_of(where, each) for each in (value if pair else (value,))]
 
 
+def pairs_of(found: Any) -> dict[str, list[float]]:
+    """Return the pairs (sum, count) that the function of `job.evaluate` returned. Raises UserError."""
+    if not isinstance(found, dict):
+        raise UserError(
+            "evaluate: the function must return a dict of pairs (sum, count) by name, got "
+            f'{type(found).__name__}. Write {{"accuracy": (right, len(labels))}}.'
+        )
+    pairs = {name: terms_of(f"job.evaluate: {name}", value) for name, value in found.items()}
+    for name, pair in pairs.items():
+        if not isinstance(name, str) or name == "prefix":
+            raise UserError(f"evaluate: a name must be a text other than prefix, got {name!r}. Rename it.")
+        if len(pair) != 2:
+            raise UserError(f"evaluate: {name} must be a pair (sum, count), got a number. Add a count.")
+    return pairs
+
+
 def mean_of(terms: list[list[float]]) -> float:
     """Return the mean over the ranks of what `terms_of` returned. NaN if the sum of the counts is 0."""
     if len(terms[0]) == 2:

@@ -62,6 +62,12 @@ def test_each_sample_counts_once_after_a_lost_rank_too(size: int, forks: Forks, 
 
 @pytest.mark.parametrize(("change", "why"), [
     (("((x * 14 % 3 == 0).sum(), len(x))", "(x * 14 % 3 == 0).sum()"), "evaluate: right must be a pair (sum, count)"),
+    (("job.evaluate(validation, score)", "job.evaluate(validation, lambda x: (1, len(x)))"),
+     "evaluate: the function must return a dict of pairs (sum, count) by name, got tuple"),
+    (("job.evaluate(validation, score)", "job.evaluate(validation, lambda x: {'prefix': (1, len(x))})"),
+     "evaluate: a name must be a text other than prefix, got 'prefix'"),
+    (("job.evaluate(validation, score)", "job.evaluate(validation, lambda x: {0: (1, len(x))})"),
+     "evaluate: a name must be a text other than prefix, got 0"),
     (("job.evaluate(validation, score)", "job.evaluate(validation, score) if job.is_main else {}"),
      "evaluate: job.evaluate must be called on all ranks"),
 ])

@@ -113,6 +113,15 @@ def test_changed_option_without_a_changed_setting_is_said_and_not_applied(forks:
     ("may_change=None", "rankup.init: may_change must be a set of names, got None"),
     ("tracker='wandbb'", "rankup.init: tracker must be one of none, mlflow, wandb, got wandbb"),
     ("save='asink'", "rankup.init: save must be one of auto, sync, got asink"),
+    ("log_every_steps=0", "rankup.init: log_every_steps must be a whole number >= 1, got 0."),
+    ("save_every_steps=-1", "rankup.init: save_every_steps must be a whole number >= 0, got -1."),
+    ("compare_every_steps=0.5", "rankup.init: compare_every_steps must be a whole number >= 0, got 0.5."),
+    ("memory_every_steps=True", "rankup.init: memory_every_steps must be a whole number >= 0, got True."),
+    ("mirror=None", "rankup.init: mirror must be a folder or an address, got None."),
+    ("keep=0", "rankup.init: keep must be a whole number >= 1, got 0."),
+    ("seed='1'", "rankup.init: seed must be a whole number, got '1'."),
+    ("step_timeout_s='600'", "rankup.init: step_timeout_s must be a number of seconds >= 0, got '600'."),
+    ("save_timeout_s=float('nan')", "rankup.init: save_timeout_s must be a number of seconds >= 0, got nan."),
 ])
 def test_settings_that_no_run_can_keep_are_refused(call: str, why: str, forks: Forks, tmp_path: Path) -> None:
     text = f"import os, rankup\njob_rank = os.environ['RANK']\njob = rankup.init('run', {call})\n"
@@ -123,7 +132,8 @@ def test_settings_that_no_run_can_keep_are_refused(call: str, why: str, forks: F
 
 def test_init_takes_a_mirror(forks: Forks, tmp_path: Path) -> None:
     text = (
-        "import rankup\njob, count = rankup.init('run', mirror='copies', save='sync'), {'n': 0}\n"
+        "import pathlib, rankup\n"
+        "job, count = rankup.init('run', mirror=pathlib.Path('copies'), save='sync'), {'n': 0}\n"
         "job.track(count=count)\nfor _ in job.steps(3):\n    with job.step():\n        count['n'] += 1\njob.finish()\n"
     )
     ran(forks, tmp_path, text)
