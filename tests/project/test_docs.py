@@ -51,7 +51,7 @@ FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--nt
 FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
     "set_epoch",
-    "channels_last",
+    "channels_last", "persistent_workers",
     # Of Accelerate, Lightning and the Trainer
     "accumulate_grad_batches", "gradient_accumulation_steps", "save_state", "load_state", "skip_first_batches",
     "ckpt_path", "save_steps", "resume_from_checkpoint", "gather_for_metrics", "compute_metrics",
