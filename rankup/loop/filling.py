@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from rankup.state.tree import MAPPINGS, encode, place_of
+from rankup.state.tree import MAPPINGS, decode, encode, place_of, view_of
 
 KINDS = "rankup_kinds"  # the item of a copy that holds, by tracked item, what `kinds_of` returns
 
@@ -92,12 +92,18 @@ class Filling:
         self._kinds: dict[str, list[str]] = {}  # of the item that is being filled
         self._kept: list[Any] = []  # a freed tensor's place could be used again
 
-    def note(self, module: nn.Module, values: Mapping[str, Any]) -> None:
-        """Note that `module` was filled with `values`, under its own names."""
+    def load_module(self, module: nn.Module, state: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Load `state` into `module`. `values`: those of it that a copy holds. Raises ValueError if one has another
+        type than the module's, to which torch would cast it, and as torch does."""
         live = {**module.state_dict(), **dict(module.named_parameters(remove_duplicate=False))}
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor):
-                self._note(live[key], value)
+        pairs = {key: (live[key], value) for key, value in values.items()
+                 if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor)}
+        for key, (own, value) in pairs.items():
+            if own.dtype != value.dtype:
+                raise ValueError(f"{key} is {described(value)} there, {described(own)} here")
+        module.load_state_dict(state)
+        for own, value in pairs.values():
+            self._note(own, value)
 
     def _note(self, live: torch.Tensor, value: torch.Tensor) -> None:
         if live.numel():  # tensors without elements may have one place
@@ -155,11 +161,15 @@ class Filling:
         device, kind = self._kinds.get(path) or kinds_of(value).get("") or ["cpu", ""]
         if (shared := self._put.get(place_of(value))) is not None:
             return shared if shared.requires_grad == ("trained" in kind) else shared.detach()
+        whole = getattr(value, "whole", None)
         free = is_tensor and is_tensor not in self._got
         if free and (live.shape, live.dtype) == (value.shape, value.dtype):
             self._copy(live, value)
         elif free and live.requires_grad and live.is_leaf:  # an optimizer may hold it
             raise ValueError(f"{path[:-1]} is {described(value)} there, {described(live)} here")
+        elif whole is not None and not kind:
+            live = _view_in(self._fill_tensor(None, whole, path).detach(), value)
+            self._note(live, value)
         else:
             device = live.device if is_tensor else device if torch.cuda.is_available() else "cpu"
             made = value.detach().to(device, copy=True).requires_grad_("trained" in kind)
@@ -177,13 +187,17 @@ def load_optimizer(optimizer: Optimizer, values: dict[str, Any]) -> None:
             f"{len(values['param_groups'])}. Add groups before job.track, such as layers that train later"
         )
     parameters = dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
+    nodes, tensors = encode({"values": values})  # live values don't say which tensors are views of others
+    values, clones = decode(nodes, tensors.__getitem__)["values"], Clones()
+    views = {place_of(each.whole) for each in tree_leaves(values) if hasattr(each, "whole")}
     state = {
-        key: {kind: laid_out(value, parameters.get(key)) for kind, value in kept.items()} if isinstance(kept, dict)
-        else kept
+        key: {kind: clones.of(value, parameters[key].device) if key in parameters and _in_views(value, views)
+              else laid_out(value, parameters.get(key)) for kind, value in kept.items()}
+        if isinstance(kept, dict) else kept
         for key, kept in values["state"].items()
     }
     groups = [
-        {key: _moved(value, own.get(key)) for key, value in saved.items()}
+        {key: clones.of(value, _device_of(own.get(key))) for key, value in saved.items()}
         # Keep this optimizer's own choice of `fused`: torch may have no fused kernel for tensors that are split now
         | {key: own[key] for key in ("fused",) if key in own}
         for saved, own in zip(values["param_groups"], optimizer.param_groups, strict=True)
@@ -218,10 +232,39 @@ def _is_file(value: Any, files: set[Any]) -> bool:
     return place_of(local)[0] in files and local.untyped_storage().nbytes() > local.nbytes
 
 
+class Clones:
+    """Copies of values, with tensors of their own. Names that share a tensor, or memory, share it afterwards."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def of(self, value: Any, device: torch.device | None = None) -> Any:
+        def clone(tensor: torch.Tensor) -> torch.Tensor:
+            whole = getattr(tensor, "whole", tensor)
+            if (place := place_of(whole)) not in self._made:
+                self._made[place] = whole.to(device or whole.device, copy=True)
+            return self._made[place] if whole is tensor else _view_in(self._made[place], tensor)
+
+        return mapped(value, clone)
+
+
 def cloned(value: Any) -> Any:
-    """Return `value` with tensors of its own. Names that share a tensor share one afterwards."""
-    made: dict[Any, torch.Tensor] = {}
-    return mapped(value, lambda tensor: made.setdefault(place_of(tensor), tensor.clone()))
+    return Clones().of(value)
+
+
+def _view_in(whole: torch.Tensor, value: Any) -> torch.Tensor:
+    """Return the view of `whole` that `value` is of the tensor whose copy `whole` is."""
+    return view_of(whole, value.storage_offset() - value.whole.storage_offset(), value.shape, value.stride())
+
+
+def _in_views(value: Any, views: set[Any]) -> bool:
+    """Return whether a value is a view of another tensor, or one of those tensors, which are at `views`."""
+    return isinstance(value, torch.Tensor) and (hasattr(value, "whole") or place_of(value) in views)
+
+
+def _device_of(live: Any) -> torch.device | None:
+    """Return the device of the first tensor in an option of an optimizer, such as `lr`, or None if there is none."""
+    return next((each.device for each in tree_leaves(live) if isinstance(each, torch.Tensor)), None)
 
 
 def _exact(value: Any, live: Any, device: torch.device) -> Any:
@@ -238,11 +281,6 @@ def _exact(value: Any, live: Any, device: torch.device) -> Any:
         held = live if isinstance(live, list | tuple) else ()
         return type(value)(_exact(each, _at(held, n), device) for n, each in enumerate(value))
     return value
-
-
-def _moved(value: Any, live: Any) -> Any:
-    """Return a tensor among an optimizer's settings, such as `lr`, on the device of the live one."""
-    return value.to(live.device) if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) else value
 
 
 def described(value: Any) -> str:

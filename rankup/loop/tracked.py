@@ -323,8 +323,7 @@ class Tracked:
             if self.split:
                 live = item.state_dict()
                 whole = values = {key: laid_out(value, live.get(key)) for key, value in values.items()}
-            item.load_state_dict(whole)
-            filling.note(item, values)
+            filling.load_module(item, whole, values)
         elif isinstance(item, Optimizer):
             load_optimizer(item, values)
         elif isinstance(item, FILLED_IN_PLACE):

@@ -20,7 +20,7 @@ from rankup.state.copies import STATE, Check, Damaged, Part, list_copies, no_che
 from rankup.state.memory import node_id
 from rankup.state.place import PARTS, Candidate
 from rankup.state.shipping import Memory, Shipment, ship
-from rankup.state.tree import TENSORS, TREE, Slice, Tensors, decode, encode, local_parts, slices_in
+from rankup.state.tree import DTYPES, TENSORS, TREE, Slice, Tensors, decode, encode, local_parts, slices_in
 
 OWN = "rankup_"  # names of items that the library adds to the user's items begin with this
 # The group of a process that reads a copy alone
@@ -274,8 +274,11 @@ class CopyFiles:
         _, tensors = encode(target)
         local, places = local_parts(tensors)
         for name, (offset, shape) in places.items():
-            if shape != (there := self._first(name)[1].whole):
-                raise ValueError(f"{name} has the shape {there} there, {shape} here")
+            there, own = self._first(name)[1], DTYPES[tensors[name].dtype]
+            if shape != there.whole:
+                raise ValueError(f"{name} has the shape {there.whole} there, {shape} here")
+            if own != there.dtype:
+                raise ValueError(f"{name} has the type {there.dtype} there, {own} here")
             self._fill(name, local[name], offset)
 
         def take(name: str) -> torch.Tensor:

@@ -3,7 +3,8 @@
 Plain JSON loses int keys, tuples, inf and Counters. Safetensors loses which names share one tensor, and the memory
 layout of a tensor. Therefore `tree.json` holds a tree of tagged values, such as `{"$": "tuple", "v": [1, 2]}`. The tree
 refers to a tensor by name, `{"$": "tensor", "is": "model/0.weight"}`, and twice by the same name if the tensor appears
-twice. `stride` is kept if a tensor is dense but not in C order, as in channels_last.
+twice. `stride` is kept if a tensor is dense but not in C order, as in channels_last. A tensor whose memory is inside
+that of another one has the other one's name, and its `view` there: its offset in elements, its shape and its strides.
 
 `model/0.weight` is the tensor `0.weight` in the file `model.safetensors`: each tracked item has its own file. Of split
 state each rank writes the parts that it holds, under their full names, into `rank-00000.safetensors`; rank 0 adds all
@@ -114,12 +115,20 @@ def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
     """Return the tree of the tracked items, ready for JSON, and the tensors in it by name. No tensor is copied. Raises
     UserError with the path of a value that can't be kept."""
     tensors: Tensors = {}
-    known: dict[object, str] = {}
-    return {item: _node(value, f"{item}/", tensors, known) for item, value in tracked.items()}, tensors
+    known: dict[object, dict[str, Any]] = {}
+    try:
+        nodes = {item: _node(value, f"{item}/", tensors, known) for item, value in tracked.items()}
+    except RecursionError:
+        raise UserError(
+            f"state: {', '.join(tracked)} must be nested less deeply, got dicts or lists that hold themselves or "
+            "hundreds of others. Leave them out."
+        ) from None
+    _find_views({leaf["is"]: leaf for leaf in known.values()}, tensors)
+    return nodes, tensors
 
 
 # Not a recursive closure: its reference cycle would keep all tensors in memory until the next garbage collection
-def _node(value: Any, path: str, tensors: Tensors, known: dict[object, str]) -> Any:
+def _node(value: Any, path: str, tensors: Tensors, known: dict[object, dict[str, Any]]) -> Any:
     of, kind = partial(_node, tensors=tensors, known=known), type(value)
     if value is None or kind in (str, int, bool) or (kind is float and math.isfinite(value)):
         return value
@@ -141,21 +150,56 @@ def _node(value: Any, path: str, tensors: Tensors, known: dict[object, str]) -> 
     raise _unkept(path, f"{kind.__module__}.{kind.__qualname__}", value)
 
 
-def _tensor_node(value: Any, path: str, tensors: Tensors, known: dict[object, str]) -> dict[str, Any]:
+def _tensor_node(
+    value: Any, path: str, tensors: Tensors, known: dict[object, dict[str, Any]]
+) -> dict[str, Any]:
     local = value.to_local() if hasattr(value, "to_local") else value  # this rank's part of a DTensor
-    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided or local.is_quantized:
+    usual = type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout == torch.strided
+    if not usual or local.is_quantized or local.is_nested:
         raise _unkept(path, f"a tensor of the kind {type(value).__name__}, {value.layout}")
     if local.dtype not in DTYPES or local.device.type == "meta":
         raise _unkept(path, f"a tensor of {local.dtype} on {local.device.type}")
+    if torch._debug_has_internal_overlap(local) == 1:  # a resume could not fill it: torch refuses to write to it
+        raise _unkept(path, "a tensor whose elements share memory, such as one of expand()", value)
     place = place_of(value)
     if place not in known or not local.numel():
         name = path if not path.endswith("/") else f"{path}value"
         while name in tensors or name.endswith("/__metadata__"):  # {"a": {"b": ...}, "a.b": ...} has a.b twice
             name += "_"
-        known[place], tensors[name] = name, value.detach()
-    leaf = {"$": "tensor", "is": known[place]}
-    dense = local is value and not value.is_contiguous() and is_dense(value.shape, value.stride())
-    return leaf | ({"stride": [*value.stride()]} if dense else {})
+        dense = local is value and not value.is_contiguous() and is_dense(value.shape, value.stride())
+        known[place] = {"$": "tensor", "is": name} | ({"stride": [*value.stride()]} if dense else {})
+        tensors[name] = value.detach()
+    return known[place]
+
+
+def _find_views(leaves: dict[str, dict[str, Any]], tensors: Tensors) -> None:
+    """Let each tensor that lies within the memory of a larger one, such as a slice of a buffer, be a view of it: a
+    change of one must change the other after a resume too. `leaves`: by name."""
+    in_memory: dict[Any, list[str]] = {}
+    for name in leaves:
+        tensor = tensors[name]
+        if not hasattr(tensor, "to_local") and tensor.numel():
+            in_memory.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), []).append(name)
+    for names in in_memory.values():
+        largest, *others = sorted(names, key=lambda name: -tensors[name].numel())
+        whole = tensors[largest]
+        if not others or whole.is_conj() or whole.is_neg() or not is_dense(whole.shape, whole.stride()):
+            continue
+        for name in others:
+            tensor, begin = tensors[name], tensors[name].storage_offset() - whole.storage_offset()
+            last = begin + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            if begin >= 0 and last < whole.numel() and not (tensor.is_conj() or tensor.is_neg()):
+                leaves[name].update(leaves[largest], view=[begin, [*tensor.shape], [*tensor.stride()]])
+                if "stride" not in leaves[largest]:
+                    leaves[name].pop("stride", None)
+                del tensors[name]
+
+
+def view_of(whole: torch.Tensor, begin: int, shape: Any, stride: Any) -> torch.Tensor:
+    """Return the view of a dense tensor that begins at this element of its memory. Its attribute `whole` is `whole`."""
+    view = whole.as_strided(shape, stride, whole.storage_offset() + begin)
+    view.whole = whole  # type: ignore[attr-defined]
+    return view
 
 
 def place_of(tensor: Any) -> tuple[Any, ...]:
@@ -189,7 +233,7 @@ def decode(tree: Any, take: Callable[[str], torch.Tensor], known: Tensors | None
             name = tree["is"]
             if name not in known:
                 known[name] = _laid_out(take(name), tree["stride"]) if "stride" in tree else take(name)
-            return known[name]
+            return view_of(known[name], *tree["view"]) if "view" in tree else known[name]
     made = MAPPINGS[tree["$"]]({of(key): of(entry) for key, entry in tree["v"]})
     if "metadata" in tree:
         made._metadata = of(tree["metadata"])
@@ -220,6 +264,8 @@ def _way_out(value: Any) -> str:
         return "Draw from torch, numpy.random or random, which rankup seeds, or make it anew in each step."
     if hasattr(value, "state_dict"):
         return "Give job.track each such object under a name of its own."
+    if isinstance(value, torch.Tensor):
+        return "Give it memory of its own by .clone(), or leave it out."
     return "Convert it, or leave it out."
 
 

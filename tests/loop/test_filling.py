@@ -99,6 +99,7 @@ def test_one_list_under_two_names_stays_one_unless_the_copy_has_two() -> None:
     (torch.zeros(1), torch.zeros(3), r"of shape \(1,\) there, a torch.float32 of shape \(3,\) here"),
     (torch.zeros(1), torch.zeros(1).half(), "torch.float32 of shape .* there, a torch.float16"),
     ([1], {"a": 1}, "a list there, a dict here"),
+    (nn.Linear(1, 1), nn.Linear(1, 1).bfloat16(), "x: weight is a torch.float32 .* there, a torch.bfloat16 .* here"),
 ])
 def test_value_of_another_shape_or_type_is_refused(had: Any, has: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
@@ -176,6 +177,75 @@ def test_optimizer_that_packs_its_own_state_restores_it_by_itself() -> None:
     tracked = tracking(optimizer=optimizer)
     tracked.load(saved(tracked))
     assert optimizer.state[parameter]["momentum_buffer"].dtype == torch.float32
+
+
+class Viewing(torch.optim.SGD):
+    """An optimizer that keeps slices of buffers: in its options, as Muon does, and in a state that its first step
+    makes, as optimizers do that work on all parameters at once."""
+
+    def __init__(self, parameters: Any) -> None:
+        buffer = torch.zeros(2, 4)
+        super().__init__([{"params": [*parameters], "slices": [*buffer], "buffer": buffer}], lr=torch.tensor(0.1))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        for parameter in group["params"]:
+            held = self.state[parameter]
+            if not held:
+                held["momentum"] = torch.zeros(3, 4, dtype=torch.float64).t()
+                held["row"] = held["momentum"][2]
+            group["buffer"][0] += parameter.grad
+            held["momentum"] += group["slices"][0][:, None]
+            parameter.sub_(held["row"].mean(), alpha=0.1)
+
+
+@pytest.mark.parametrize("from_copy", [True, False])
+def test_optimizer_whose_tensors_are_views_of_others_continues_exactly(from_copy: bool) -> None:
+    def build() -> tuple[nn.Parameter, Any]:
+        parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        return parameter, Viewing([parameter])
+
+    def train(parameter: nn.Parameter, optimizer: Any) -> None:
+        for number in range(3):
+            parameter.grad = torch.full_like(parameter, number)
+            optimizer.step()
+
+    (one, whole), (two, resumed) = build(), build()
+    train(one, whole)
+    tracked, other = (tracking(t=parameter.data, optimizer=o) for parameter, o in ((one, whole), (two, resumed)))
+    other.load(saved(tracked) if from_copy else deepcopy(tracked.state()))
+    other.load(other.state())
+    train(one, whole)
+    train(two, resumed)
+    assert torch.equal(one, two)
+    assert repr(whole.state_dict()) == repr(resumed.state_dict())
+
+
+def test_views_that_the_loop_has_put_into_a_dict_stay_views() -> None:
+    tracked = tracking(extra=(extra := {"held": (held := torch.zeros(2, 2))}))
+    extra |= {"part": (memory := torch.arange(4.0))[1:3], "memory": memory, "row": held[1]}
+    found: dict[str, Any] = {"held": torch.ones(2, 2)}
+    tracking(extra=found).load(saved(tracked))
+    for each in (extra, found):
+        each["memory"] += 5
+        each["held"] += 3
+    assert repr(found) == repr(extra)
+
+
+def test_tensor_among_an_optimizers_options_keeps_only_its_own_memory() -> None:
+    parameter = nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.1))
+    parameter.grad = torch.ones(1000)
+    optimizer.step()
+    tracked = tracking(optimizer=optimizer)
+    nodes, tensors = encode(tracked.state())
+    file = torch.cat([each.flatten().view(torch.uint8) for each in tensors.values()])
+    parts = file.split([each.nbytes for each in tensors.values()])
+    pairs = zip(parts, tensors.items(), strict=True)
+    of_file = {name: part.view(each.dtype).view(each.shape) for part, (name, each) in pairs}
+    tracked.load(dict(decode(nodes, of_file.__getitem__)))
+    assert optimizer.param_groups[0]["lr"].untyped_storage().nbytes() == 4
 
 
 def test_buffer_of_the_last_commit_is_kept_under_all_its_names() -> None:

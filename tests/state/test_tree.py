@@ -4,6 +4,7 @@ import gc
 import math
 import random
 import tempfile
+import warnings
 import weakref
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_shared_tensors_stay_shared_and_layouts_stay() -> None:
     model.load_state_dict(found["model"])
 
 
-def test_separate_views_of_one_memory_stay_separate() -> None:
+def test_views_of_one_memory_keep_their_values() -> None:
     memory = torch.arange(9.0)
     views = [memory, memory.view(3, 3), memory.view(3, 3).t(), memory[:3], memory[3:6], memory[:3].view(torch.int32)]
     views += [memory[::2][:1], turning := torch.tensor([1 + 2j, 3 - 4j]), turning.conj()]
@@ -135,11 +136,27 @@ def test_torchs_optimizers_and_schedulers_continue_exactly(optimizer: Any, make:
     assert repr(whole[2].state_dict()) == repr(resumed[2].state_dict())
 
 
+def ragged() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+def nested(value: Any, levels: int) -> Any:
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
 @pytest.mark.parametrize(("value", "message"), [
     ({"a": [1, object()]}, "state: value/a.1 must be .* got builtins.object"),
     ({"s": torch.eye(2).to_sparse()}, "state: value/s must be .* got a tensor of the kind Tensor, torch.sparse_coo"),
     ({"c": torch.ones(2, dtype=torch.complex128)}, "state: value/c must be .* got a tensor of torch.complex128"),
     ({"m": torch.ones(2, device="meta")}, "state: value/m must be .* on meta"),
+    ({"e": torch.ones(1).expand(3)}, r"state: value/e must be .* whose elements share memory.* \.clone\(\)"),
+    ({"n": ragged()}, "state: value/n must be .* got a tensor of the kind"),
+    (nested({}, 2000), "state: value must be nested less deeply, got dicts or lists that hold themselves"),
+    ([cycle := list[Any](), cycle.append(cycle)], "state: value must be nested less deeply"),
 ])
 def test_value_that_cannot_be_kept_is_named_by_its_path(value: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
