@@ -133,6 +133,10 @@ class Saving:
     def restore(self, newest: Copy, names: list[str], *, may_miss: bool = False) -> None:
         """Restore the tracked items called `names`. All ranks call this. Raises UserError if an item does not fit, or
         is not in the copy, unless it `may_miss`."""
+        for name, (now, *_) in self.tracked.built().items():
+            before, *_ = newest.record.get("built", {}).get(name, [now])
+            if name in names and before != now:
+                raise UserError(f"track: {name} must be of class {before} as in {newest.path}, got {now}. {WAY_OUT}")
         firsts = newest.record.get("options", {})
         found = [Options(each, self.tracked.items[each], firsts[each]) for each in names if each in firsts]
         if newest.files.sharded and (self.run.kind == PARTS or (self.tracked.split and self.run.saver.sharded)):
@@ -205,6 +209,12 @@ class Saving:
             raise UserError(
                 f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. {WAY_OUT}"
             )
+        for name, now in self.tracked.built().items():
+            if newest.record.get("built", {}).get(name, now) != now:
+                raise UserError(
+                    f"track: {name} must get the parameters in the same order as in {newest.path}, got another order "
+                    f"or others: each would continue with the state of another one. {WAY_OUT}"
+                )
         self.group.log.info(f"resumed from {self.run.words}")
         self.say_changed("world size", newest.record["world_size"], self.group.world_size)
         self.say_changed("torch", newest.record["versions"]["torch"], VERSIONS["torch"])
@@ -299,7 +309,8 @@ class Saving:
             "format": FORMAT, **asdict(position), "seed": self.settings.seed, "world_size": group.world_size,
             "versions": VERSIONS, "run": run.lineage.run, "attempt": run.mark, "lineage": run.lineage.values(),
             "written_by": f"rank {group.rank} on {group.hosts[group.rank]}", **self.about,
-            "options": self.tracked.options, **({"world_sizes": self.ranks} if self.ranks else {}),
+            "options": self.tracked.options, "built": self.tracked.built(),
+            **({"world_sizes": self.ranks} if self.ranks else {}),
         })
 
     def stopped(self) -> str:

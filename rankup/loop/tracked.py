@@ -10,6 +10,7 @@ optimizers' settings. Everything else may change only inside `job.step` and `job
 """
 
 import hashlib
+import json
 from itertools import chain
 from typing import Any
 
@@ -54,6 +55,7 @@ class Tracked:
         # root's in place if no backward pass follows
         self._parameters: dict[str, list[nn.Parameter]] = {}
         self._left_out: dict[str, dict[str, nn.Parameter]] = {}  # by module: what no copy holds, by live name
+        self._paths: dict[int, str] = {}  # by the id of a parameter: its item and bare name
         self._schedulers: dict[str, LRScheduler] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._created = 0  # for how many parameters optimizers have a state that a copy can hold
@@ -121,6 +123,7 @@ class Tracked:
 
         state = module.state_dict()
         self._names[name] = {key: bare(key) for key in [*state, *getattr(state, "_metadata", {})]}
+        self._paths |= {id(each): f"{name}.{bare(path)}" for path, each in module.named_parameters()}
         # Keep the modules' own dictionaries, because a forward pass may replace a buffer by another tensor
         if holders := [
             (f"{bare(path)}.".lstrip("."), each._buffers) for path, each in module.named_modules() if each._buffers
@@ -267,6 +270,15 @@ class Tracked:
         state = self._state_of({name: self.items[name]})[name]
         return gathered(state) if self.split else state
 
+    def built(self) -> dict[str, list[str]]:
+        """Return for each scheduler its class, and for each optimizer also a digest of its parameters' names, in order
+        and by group: torch's states of optimizers know only places in that order."""
+        found = {name: [_class_of(item)] for name, item in self._schedulers.items()}
+        for name, item in self._optimizers.items():
+            paths = [[self._paths.get(id(each), "") for each in group["params"]] for group in item.param_groups]
+            found[name] = [_class_of(item), hashlib.sha256(json.dumps(paths).encode()).hexdigest()[:16]]
+        return found
+
     def left_out(self) -> list[torch.Tensor]:
         """Return the parameters that no copy holds, because they are not trained."""
         return [each for frozen in self._left_out.values() for each in frozen.values()]
@@ -357,3 +369,8 @@ def _digest(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
     for piece in TensorFile(tensors):
         total.update(piece)
     return total.hexdigest()[:16]
+
+
+def _class_of(item: Any) -> str:
+    inner = ", ".join(map(_class_of, getattr(item, "_schedulers", ())))
+    return type(item).__qualname__ + (f"({inner})" if inner else "")

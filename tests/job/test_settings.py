@@ -101,6 +101,43 @@ def test_changed_option_without_a_changed_setting_is_said_and_not_applied(forks:
     assert "track  sgd.momentum: 0.5 -> 0.9, from step" in output
 
 
+BUILT = """
+import os, signal, torch, rankup
+
+job = rankup.init("run", tensorboard=False)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+first, second = model
+orders = {"same": model.parameters(), "swapped": [*second.parameters(), *first.parameters()]}
+kind, order, schedule = os.environ.get("BUILT", "Adam same StepLR").split()
+adam = getattr(torch.optim, kind)(orders[order], lr=0.1)
+schedule = getattr(torch.optim.lr_scheduler, schedule)(adam, 5)
+job.track(adam=adam, schedule=schedule)
+job.track(model=model)
+for step in job.steps(6):
+    adam.zero_grad()
+    model(torch.ones(4)).sum().backward()
+    with job.step():
+        adam.step()
+        schedule.step()
+    if step == 2 and "BUILT" not in os.environ:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not job.group.stop.requested:
+            pass
+"""
+
+
+def test_optimizer_that_is_built_in_another_way_is_refused(forks: Forks, tmp_path: Path) -> None:
+    """Its states would go to other parameters of the same shapes, and torch does not see it."""
+    ran(forks, tmp_path, BUILT, code=143)
+    for built, why in [
+        ("Adam swapped StepLR", "adam must get the parameters in the same order as in "),
+        ("NAdam same StepLR", "adam must be of class Adam as in "),
+        ("Adam same CosineAnnealingLR", "schedule must be of class StepLR as in "),
+    ]:
+        assert why in ran(forks, tmp_path, BUILT, code=2, BUILT=built)
+    ran(forks, tmp_path, BUILT, BUILT="Adam same StepLR")
+
+
 @pytest.mark.parametrize(("call", "why"), [
     ("settings={'where': job_rank}", "settings: where must be "),
     ("settings={'model': object()}", "settings: model must be a number, text, list or dict, got <object"),
