@@ -19,7 +19,6 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import torch
@@ -151,9 +150,14 @@ def gaps(seconds: torch.Tensor) -> list[float]:
 
 def medians_of_others(values: list[float]) -> list[float]:
     """Return for each value the median of all other values. With two ranks it is the other rank's value."""
-    ranked = sorted(values)  # what is in order already is sorted fast
-    places = [bisect_left(ranked, value) for value in values]
-    return [median(ranked[:place] + ranked[place + 1 :]) for place in places]
+    ranked, last = sorted(values), len(values) - 2  # `last`: the place of the last value among the others
+
+    def median_without(value: float) -> float:  # without a list of the others, of which there may be a thousand
+        place = bisect_left(ranked, value)
+        low, high = (ranked[middle + (middle >= place)] for middle in (last // 2, (last + 1) // 2))
+        return (low + high) / 2
+
+    return [median_without(value) for value in values]
 
 
 class RankReports:
