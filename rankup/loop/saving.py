@@ -213,7 +213,7 @@ class Saving:
             if newest.record.get("built", {}).get(name, now) != now:
                 raise UserError(
                     f"track: {name} must get the parameters in the same order as in {newest.path}, got another order "
-                    f"or others: each would continue with the state of another one. {WAY_OUT}"
+                    f"or others: a parameter would continue with the state of another one. {WAY_OUT}"
                 )
         self.group.log.info(f"resumed from {self.run.words}")
         self.say_changed("world size", newest.record["world_size"], self.group.world_size)
