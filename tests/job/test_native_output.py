@@ -83,9 +83,19 @@ def test_each_line_is_in_the_log_once_and_in_order(options: list[str], forks: Fo
         assert [line for line in lines if line in NATIVE] == [*NATIVE]
         assert [lines.count(each) for each in ("printed once", "logged once")] == [1, 1], lines
         assert len(set(lines)) == len(lines)
-    # With PYTHONUNBUFFERED a print writes its text and the end of its line apart, so that lines of two ranks may mix
-    assert [output.count("THEIRS logged once"), output.count("printed once")] == [2, 2], output
+    assert [output.count("THEIRS logged once"), output.count("printed once\n")] == [2, 2], output
     assert not re.search(r"\] (THEIRS|printed once)", output), output
+
+
+@pytest.mark.parametrize("options", [[], ["--no-fork"]], ids=["forked", "fresh"])
+def test_lines_that_ranks_print_at_once_do_not_mix(options: list[str], forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import sys, rankup\njob = rankup.init('runs/mine')\njob.gather(0)\nfor n in range(500):\n"
+        "    print('out', job.rank, n, 'end', file=sys.stderr if n % 2 else sys.stdout)\njob.finish()\n"
+    )
+    output = forks.ends("launch", "--nproc=3", *options, tmp_path / "job.py", cwds=[tmp_path])
+    lines = [line for line in output.splitlines() if "out" in line.split()]
+    assert sorted(lines) == sorted(f"out {rank} {n} end" for rank in range(3) for n in range(500))
 
 
 def test_log_on_a_full_disk_ends_no_rank_and_takes_nothing_from_the_terminal(forks: Forks, tmp_path: Path) -> None:
