@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rankup import timing
-from rankup.agent.logs import RankLog, copy_prints, guard, host_name, print_to, setup_logging
+from rankup.agent.logs import RankLog, copy_prints, guard, host_name, open_streams, print_to, setup_logging
 from rankup.agent.processes import before_end, die_with_parent, finish
 from rankup.agent.record import LONGEST, Record
 from rankup.env.rank_env import RankEnv, describe, read_rank_env, with_options
@@ -36,6 +36,7 @@ class Program:
     """
 
     def __init__(self) -> None:
+        open_streams()  # before this process opens any other file
         self.stop, self.log = StopRequest(), logging.getLogger("rankup")
         self.found: RankEnv | UserError = RankEnv()
         self._run_dir, self._cause = Path(), ""

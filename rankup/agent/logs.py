@@ -99,19 +99,32 @@ class Output(io.FileIO):
         return True
 
 
+def open_streams() -> None:
+    """Open /dev/null for each of stdin, stdout and stderr that was closed (`>&-`) when this process started. Otherwise
+    a file or a socket would get the free descriptor, and what compiled code and children print would go there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the kernel gives the lowest free descriptor
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, f"__{name}__") is None:  # another file may have the descriptor by now
+            stream = Path(os.devnull).open(mode, encoding="utf-8")
+            setattr(sys, f"__{name}__", stream)
+            setattr(sys, name, getattr(sys, name) or stream)
+
+
 def guard() -> None:
     """Replace stdout and stderr by `Output`, so that printing can neither end nor block this process. Do not call this
     in a command whose output is its result."""
+    open_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):  # otherwise the user, or an earlier call, has replaced it
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()  # otherwise earlier lines would come last, or never
-            if stream is None:  # it was closed when this process started
-                number, encoding = os.open(os.devnull, os.O_WRONLY), "utf-8"
-            else:
-                number, encoding = stream.fileno(), stream.encoding
-            setattr(sys, name, io.TextIOWrapper(Output(number), encoding, "backslashreplace", line_buffering=True))
+            output = io.TextIOWrapper(Output(stream.fileno()), stream.encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, output)
 
 
 class RankLog(Output):
