@@ -109,7 +109,7 @@ def open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the kernel gives the lowest free descriptor
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, f"__{name}__") is None:  # another file may have the descriptor by now
-            stream = Path(os.devnull).open(mode, encoding="utf-8")
+            stream = io.TextIOWrapper(io.FileIO(os.devnull, mode), "utf-8")
             setattr(sys, f"__{name}__", stream)
             setattr(sys, name, getattr(sys, name) or stream)
 
