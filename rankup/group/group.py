@@ -38,8 +38,10 @@ class Group:
     Every collective waits on the host, never on the device. If another rank is lost, a collective raises torch's error,
     and the end of the block turns that error into a PeerLost that names the rank.
 
-    `hosts`: host names by rank. `restarted`: whether any rank's process was restarted. `settings`: values that must be
-    equal on all ranks. `backend`: of torch's process group. `store`: torch's store, None until the ranks have met.
+    `hosts`: host names by rank. `restarted`: whether any rank's process was restarted. `jobs`: the ids of the job so
+    far: each new agent of node 0 gives it another, and the agents of the other nodes know the earlier ones. `settings`:
+    values that must be equal on all ranks. `backend`: of torch's process group. `store`: torch's store, None until the
+    ranks have met.
     """
 
     settings: Mapping[str, str]
@@ -51,6 +53,7 @@ class Group:
         self.log, self.stop, self.record, self.status = watch.log, watch.stop, watch.record, watch.status
         self.run_dir, self.hosts = watch.status.run_dir, watch.hosts
         self.restarted = rank_env.restart_count > 0
+        self.jobs: set[str] = {*(rank_env.agent or {}).get("jobs", ())}
         self.store: Any = None
         self.own: Any = None  # the process group of the collectives below, None for torch's default group
         self._begun: dict[str, int] = {}  # what `begun` had counted when the first step began

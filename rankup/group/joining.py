@@ -172,10 +172,12 @@ def open_store(commit: Mapping[str, Any], listener: socket.socket | None, *, tim
 
 
 def check_settings(group: Group) -> None:
-    """Raise UserError if ranks differ in code or settings. Ranks without an agent compared them when they met."""
-    found = group.gather(dict(group.settings)) if group.rank_env.agent is not None else []
-    if any(settings != group.settings for settings in found):
-        for name in dict.fromkeys(name for settings in found for name in settings):
+    """Raise UserError if ranks differ in code or settings. Ranks without an agent compared them when they met. Ranks of
+    agents also learn the ids of the job that the agents of the other nodes know."""
+    found = group.gather([dict(group.settings), sorted(group.jobs)]) if group.rank_env.agent is not None else []
+    group.jobs.update(job for _, jobs in found for job in jobs)
+    if any(settings != group.settings for settings, _ in found):
+        for name in dict.fromkeys(name for settings, _ in found for name in settings):
             value = group.settings.get(name, "nothing")
             group.must_match(name, value, remedy="Start all ranks with the same program and settings.")
 

@@ -100,7 +100,8 @@ class SecondCopies(Place):
         node 0 that loses its disk before the new run's first checkpoint would resume the earlier run."""
         for other in [path for path in self.path.glob("*") if path.name != run and path.is_dir()]:
             with contextlib.suppress(OSError):  # another rank of this node has moved it
-                other.rename(f"{aside_folder(self.group.run_dir)}-{SECOND}-{other.name}")
+                aside = other.rename(f"{aside_folder(self.group.run_dir)}-{SECOND}-{other.name}")
+                self.group.log.warning(f"copies this node's second copies of an earlier run were moved to {aside}")
 
 
 class NodeMemory(Place):
@@ -126,13 +127,13 @@ class NodeMemory(Place):
                     yield replace(one, kind=PARTS, words=words, ranks=[*ranks])
 
     def _is_of_this_job(self, one: Candidate, line: Lineage) -> bool:
-        """Return whether this launch began the run of copy `one`, or a rank of this node's agent wrote the copy. A new
-        agent of node 0 gives the job a new id, but those of the other nodes know the earlier ids."""
+        """Return whether this launch began the run of copy `one`, or a rank of one of its agents wrote the copy."""
         agent = self.group.rank_env.agent
-        return agent is not None and (of_this_job(line, self.group) or job_of(one.attempt) in agent.get("jobs", ()))
+        return agent is not None and (of_this_job(line, self.group) or job_of(one.attempt) in self.group.jobs)
 
 
 def of_this_job(other: Lineage, group: Group) -> bool:
-    """Return whether this launch began the run `other`. Launchers without agents give a launch no id, and only tell of
-    restarts."""
-    return other.start == group.rank_env.start if group.rank_env.start else group.restarted
+    """Return whether this launch began the run `other`. If only node 0 was started again, with --fresh too, that is the
+    same launch. Launchers without agents give a launch no id, and only tell of restarts."""
+    start = group.rank_env.start
+    return other.start in {start, *group.jobs} if start else group.restarted

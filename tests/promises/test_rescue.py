@@ -119,8 +119,8 @@ OTHER = ("--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--m
 def test_job_continues_from_memory_if_node_0_returns_with_an_empty_disk_before_the_first_checkpoint(
     forks: Forks, tmp_path: Path
 ) -> None:
-    """Node 0's new agent does not know the job, and the agent of the other node does."""
-    port, there, settings = free_port(), tmp_path / "there", (*OTHER, "--save-every-steps=1000")
+    """Node 0's new agent does not know the job, and that of the other node does. Then --fresh does not begin anew."""
+    port, there, settings = free_port(), tmp_path / "there", (*OTHER, "--save-every-steps=1000", "--fresh")
     forks.ends(*train(tmp_path / "undisturbed", *settings), world_size=2)
 
     def start(node: int, **order: Any) -> Job:

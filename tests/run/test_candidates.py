@@ -43,8 +43,9 @@ class Node:
         self.run_dir, self.said = folder / "run", list[str]()
         self.run_dir.mkdir()
         self.rank, self.local_rank, self.world_size, self.hosts, self.is_rank0 = 0, 0, 1, ["node0"], True
-        self.log = SimpleNamespace(warning=self.said.append)
+        self.log = SimpleNamespace(warning=self.said.append, info=self.said.append)
         self.rank_env, self.restarted, self.attempt = SimpleNamespace(start="", agent=None), False, "next"
+        self.jobs: set[str] = set()
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -63,7 +64,7 @@ class Node:
 
     def go_on(
         self, known: Lineage | None, newest: tuple[int, str] | None = None, *, damaged: bool = False, of: str = RUN,
-        replaced: bool = False,
+        replaced: bool = False, fresh: bool = False,
     ) -> Run:
         """Resume. `newest`: step and attempt of rank 0's checkpoint of the run `of`. `replaced`: it is there twice."""
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
@@ -76,7 +77,7 @@ class Node:
 
         group: Any = self
         check = partial(_check_settings, config=Config(), group=group)
-        run = Run(group, Options(check=partial(check_record, more=check)))
+        run = Run(group, Options(check=partial(check_record, more=check), fresh=fresh))
         run.token, run.lineage = "", known or line(0, run="new")
         run._found = [*run.checkpoints.list()]
         run._choose()
@@ -152,19 +153,26 @@ def test_renamed_rescue_of_another_run_is_no_damaged_copy_of_this_one(node: Node
 
 
 @pytest.mark.parametrize("part", [False, True])
-def test_node_0_with_an_empty_disk_learns_the_run_from_the_memory_of_its_own_job_alone(node: Node, part: bool) -> None:
-    """The run has no checkpoint yet. Node 0's new agent gives the job a new id; that of another node knows the old."""
+@pytest.mark.parametrize("fresh", [False, True])
+def test_node_0_with_an_empty_disk_learns_the_run_from_the_memory_of_its_own_job_alone(
+    node: Node, part: bool, fresh: bool
+) -> None:
+    """The run has no checkpoint yet. Node 0's new agent gives the job a new id; that of another node knows the old. To
+    start node 0 again with --fresh, as the whole job was started, is no new launch."""
     lineage, group = Lineage(RUN, "job-1-0", "job-1", [["job-1-0-mark", 0]], 1), cast("Any", node)
     node.rescue(7, "job-1-0-mark", lineage=lineage.values(), ranks=[0], world_size=1)
     if part:
         (path,) = list_held()
         path.parent.rename(path.parent.with_name(f"{RUN}.rank-00000"))
     for jobs, known in (([], None), (["job-2", "job-11", "job"], None), (["job-1", "job-2"], lineage.values())):
-        node.rank_env = SimpleNamespace(start="job-2", agent={"jobs": jobs})
+        node.rank_env, node.jobs = SimpleNamespace(start="job-2", agent={}), {*jobs}
         assert [one.lineage for one in NodeMemory(group, Options()).list()] == [known]
         if not part:
             words = "step 7, rescued by rank 0 on node0; no finished step was lost" if known else ""
-            assert node.go_on(None).words == words
+            node.said.clear()
+            assert node.go_on(None, fresh=fresh).words == words
+            unused = "begins anew: step 7 in the memory of node0 is of another run with the same settings"
+            assert node.said == ([] if known else [unused])
 
 
 def test_copies_of_several_runs_are_refused_if_node_0_knows_no_run(node: Node) -> None:

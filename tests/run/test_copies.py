@@ -151,6 +151,7 @@ def test_other_settings_are_refused_and_fresh_uses_no_copy(nodes: Nodes) -> None
     assert len(nodes.copies()) == 1
     output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 3})  # before its first checkpoint
     assert "resumed" not in output
+    assert "copies this node's second copies of an earlier run were moved to " in output
     (aside,) = nodes.runs(1).glob(f"before-*-{SECOND}-*/step-*")
     assert load_checkpoint(aside).record["config"]["lr"] == 0.08
     nodes.lose()
