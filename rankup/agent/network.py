@@ -44,6 +44,7 @@ BACKLOG = 4096  # all members of a large job connect at once, and those that fin
 AT_ONCE = 100  # how many connections the event loop accepts in one turn: each is an open file until its turn comes
 SECRET_FILE = "RANKUP_SECRET_FILE"
 WAY_OUT = f"Set {SECRET_FILE} to the same content on all nodes, or on none"
+OTHER_SECRET = f"rank 0 and this process have different secrets, or only one of them has one. {WAY_OUT}"
 NONCE = 32  # bytes of a nonce, and of an HMAC-SHA256
 SHORTEST, LONGEST_SECRET = 16, 4096  # bytes
 MOST_NAMED = 8  # machines with another secret; strangers must not fill the log
@@ -340,5 +341,5 @@ async def greeting(link: Link, secret: bytes) -> dict[str, Any]:
         link.write(mine + prove(secret, "member", leaders, mine))
         proof = bytes.fromhex((await link.receive())["proof"])
     if not (secret and hmac.compare_digest(proof, prove(secret, "leader", leaders, mine))):
-        return {"over": f"rank 0 and this process have different secrets, or only one of them has one. {WAY_OUT}"}
+        return {"over": OTHER_SECRET}
     return await link.receive()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rankup.agent import events
 from rankup.agent.meeting import Meeting
-from rankup.agent.network import Link, fits, greeting, open_port, read_secret
+from rankup.agent.network import OTHER_SECRET, Link, fits, greeting, open_port, read_secret
 from rankup.agent.protocol import LEADERS, MEMBERS, Member
 from rankup.agent.votes import Address
 from rankup.env.rank_env import is_loopback
@@ -60,6 +60,7 @@ class Peers:
         self._tasks: dict[int | object, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._busy = self._closed = self._sets_timer = False
+        self._shut_out = False  # the last answer of a leader was that it has another secret
         self._listener: socket.socket | None = None
         if me.num_ranks < me.world_size:
             # Listen on any high port, as gloo will, so that another member can test the route. The kernel completes the
@@ -135,8 +136,9 @@ class Peers:
                 self._node.judged(output)
             case events.Log(text):
                 self._node.say(text)
-            case events.Fail(text):
-                self._node.fail(JoinError(text))
+            case events.Fail(text):  # often a leader that waits for a shut-out node in vain has ended before that node
+                shut_out = self._shut_out and OTHER_SECRET not in text
+                self._node.fail(JoinError(f"{OTHER_SECRET}. Then {text}" if shut_out else text))
 
     def _begin(self, key: int | object, work: Coroutine[Any, Any, None]) -> None:
         self._tasks[key] = task = asyncio.create_task(work)
@@ -207,6 +209,7 @@ class Peers:
         if self._links.get(dial.link) is not link:
             return  # the meeting has closed it
         if fits(said, LEADERS["leader"]):
+            self._shut_out = said["over"] == OTHER_SECRET
             self.take(events.Heard(dial.link, said))
             await self._read(dial.link, link, LEADERS)
         else:

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from rankup.agent import network
-from rankup.agent.network import NONCE, SECRET_FILE, Link, encode, greeting, listen, prove, read_secret
+from rankup.agent.network import NONCE, OTHER_SECRET, SECRET_FILE, Link, encode, greeting, listen, prove, read_secret
 from rankup.agent.protocol import Member
 from rankup.errors import UserError
 from tests.agent.test_membership import Nodes
-from tests.agent.test_peers import fake_leader
+from tests.agent.test_peers import attending, fake_leader
 from tests.rigs.jobs import ended, environ_of, wait_for
-from tests.rigs.meeting_room import BOUND_S, asynchronous
+from tests.rigs.meeting_room import BOUND_S, asynchronous, member
 
 SECRET = b"0123456789abcdef"
 
@@ -112,6 +112,22 @@ async def test_recorded_answer_lets_nobody_in():
         # The leader's messages do not help either; a stranger gets them by posing as a leader
         assert (await talk(lambda nonce: bytes(NONCE) + prove(SECRET, "leader", nonce, bytes(NONCE))))[1] == b""
         assert leader.num_let_in == 1
+
+
+@asynchronous
+async def test_shut_out_member_names_the_secret_although_the_leader_has_ended_by_then(
+    secret_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have waited equally long, and the leader began first."""
+    async with contextlib.AsyncExitStack() as waits, leading() as leader:
+        monkeypatch.setenv(SECRET_FILE, str(secret_file))  # of the member alone
+        one = await waits.enter_async_context(attending(member(1, left_s=2.0), lambda: leader.port))
+        while one.peers.meeting.problem != OTHER_SECRET:
+            await asyncio.sleep(0)
+        waits.push_async_callback(lambda: one.failed)
+    text = str(one.failed.result())
+    assert text.startswith(f"{OTHER_SECRET}. Then rank 1 of ")
+    assert "refuses the connection" in text
 
 
 @pytest.mark.usefixtures("secret")
