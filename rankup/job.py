@@ -28,6 +28,7 @@ from rankup.agent.processes import act_before_end
 from rankup.env.rank_env import array_task
 from rankup.errors import FINISHED, ExpectedError, Finished, Stopped, UserError, exit_code, need
 from rankup.group.group import Group
+from rankup.loop.arguments import seconds, switch, whole_number
 from rankup.loop.changes import as_yaml, differing, settings_of
 from rankup.loop.job import Job
 from rankup.loop.settings import Settings, check_record
@@ -47,6 +48,7 @@ log = logging.getLogger("rankup")
 # The whole numbers among the arguments of `init`, with the least value of each
 LEAST = {"log_every_steps": 1, "keep": 1, "save_every_steps": 0, "compare_every_steps": 0, "memory_every_steps": 0}
 OWN = ("run", "device", "task", "settings", "on_end")  # names in `init` that may differ between ranks
+DEVICE = re.compile(r"(?!cpu:)[a-z]+(:\d+)?")
 PID = os.getpid()  # a rank that is forked later is not interactive
 HASHES = (
     "PYTHONHASHSEED is not set: a set of strings has another order on each rank and after each start. If numbers "
@@ -93,8 +95,8 @@ def init(
     `memory_every_steps`: how often each rank copies its part of split state (FSDP2) to its node's memory. None spends
     0.5 % of the time on it; 0 turns these copies off.
     `join_timeout_s`, `setup_timeout_s`, `step_timeout_s`, `save_timeout_s`: deadlines in seconds for the ranks to meet,
-    for everything from then to the first step, for a step, and for a save. If one passes, rankup writes all stacks and
-    ends the process.
+    for everything from then to the first step, for a step (0 sets none), and for a save. If one passes, rankup writes
+    all stacks and ends the process.
 
     Raises JoinError if the ranks do not meet in time, PeerLost if a rank is lost meanwhile, and UserError if the
     environment describes no rank, if arguments differ between ranks, or if the run can't be resumed.
@@ -103,11 +105,13 @@ def init(
     seed = seed if seed is not None else task or 0
     given = {name: os.fspath(value) if isinstance(value, PathLike) else value for name, value in locals().items()
              if name not in OWN}
-    named, program, interactive = os.fspath(run), Program(), is_interactive()
+    program, interactive = Program(), is_interactive()
     handler = ExitHandler(program, interactive=interactive)
     program.stop.install(interrupts=interactive)
     program.read_rank()
-    check_options({**given, "on_end": on_end})
+    if not isinstance(named := os.fspath(run) if isinstance(run, PathLike) else run, str) or "\0" in named:
+        raise UserError(f"rankup.init: run must be a folder or an address, got {run!r:.80}. Leave it out.")
+    given |= check_options({**given, "device": device, "on_end": on_end})
     may_change = given["may_change"] = sorted({*map(str, may_change)})
     settings = settings_of({} if settings is None else settings)
     need("rankup.init", "numpy", "safetensors", *(["tensorboard"] if tensorboard else []))
@@ -180,30 +184,34 @@ def _place_of(run: str) -> tuple[Path, str]:
     return Path(run).absolute(), ""  # absolute, because the script may change its folder
 
 
-def check_options(given: dict[str, Any]) -> None:
-    """Raise UserError for arguments of `init` that can't work."""
+def check_options(given: dict[str, Any]) -> dict[str, int]:
+    """Raise UserError for arguments of `init` that can't work. Return the whole numbers among them as int."""
+    if not isinstance(device := given["device"], str) or not DEVICE.fullmatch(device):
+        raise UserError(f'rankup.init: device must be "auto", "cpu", "cuda" or "cuda:1", got {device!r}.')
     for name, known in {"tracker": ("none", *trackers.RUNS), "save": ("auto", "sync")}.items():
         if given[name] not in known:
             raise UserError(f"rankup.init: {name} must be one of {', '.join(known)}, got {given[name]}.")
-    if not isinstance(given["on_end"], str):
+    if not isinstance(given["on_end"], str) or "\0" in given["on_end"]:
         raise UserError(f"rankup.init: on_end must be a shell command, got {given['on_end']!r}.")
     may_change = given["may_change"]
     if isinstance(may_change, str) or not isinstance(may_change, Collection):
         raise UserError(f'rankup.init: may_change must be a set of names, got {may_change!r}. Write {{"lr"}}.')
     if type(given["seed"]) is not int:  # a number of numpy, or a text of argparse, would draw other random numbers
         raise UserError(f"rankup.init: seed must be a whole number, got {given['seed']!r}. Give it as int.")
-    for name, least in LEAST.items():
-        value, optional = given[name], signature(init).parameters[name].default is None
-        if not ((value is None and optional) or (type(value) is int and value >= least)):
-            raise UserError(f"rankup.init: {name} must be a whole number >= {least}, got {value!r}. Give it as int.")
+    numbers = {
+        name: whole_number(f"rankup.init: {name}", given[name], least=least) for name, least in LEAST.items()
+        if given[name] is not None or signature(init).parameters[name].default is not None
+    }
+    for name in ("fresh", "again", "tensorboard"):
+        switch(f"rankup.init: {name}", given[name])
     for name in (name for name in given if name.endswith("_timeout_s")):
-        if type(given[name]) not in (int, float) or not given[name] >= 0:
-            raise UserError(f"rankup.init: {name} must be a number of seconds >= 0, got {given[name]!r}. Change it.")
+        seconds(f"rankup.init: {name}", given[name], least=0 if name == "step_timeout_s" else 1)
     for name in ("store", "mirror"):
         if not isinstance(given[name], str):
             raise UserError(f"rankup.init: {name} must be a folder or an address, got {given[name]!r}. Leave it out.")
         if secrets_in(given[name]):
             raise UserError(must_hold_no_secrets(f"rankup.init: {name}"))
+    return numbers
 
 
 def script_name() -> str:

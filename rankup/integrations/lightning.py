@@ -4,13 +4,14 @@
     trainer = L.Trainer(..., strategy="ddp", callbacks=[RankupCallback(job)])
     trainer.fit(module, job.batches(loader))
 
-All promises hold with one device and with ddp, if the Trainer has max_epochs and the loader has a length. None hold
-with FSDP. Validation counts as part of a step. If a rank is lost during validation, neither it nor its step of
-ReduceLROnPlateau is repeated. If several optimizers step for one batch, these steps form one step of the job.
-Lightning's own checkpoints, loggers and other callbacks work as before, but rankup's copies do not hold their state.
+All promises hold with one device and with ddp, if the loader has a length. None hold with FSDP. Validation counts as
+part of a step. If a rank is lost during validation, neither it nor its step of ReduceLROnPlateau is repeated. If
+several optimizers step for one batch, these steps form one step of the job. Lightning's own checkpoints, loggers and
+other callbacks work as before, but rankup's copies do not hold their state.
 """
 
 import copy
+import sys
 from typing import Any
 
 import lightning.pytorch as L
@@ -35,7 +36,8 @@ class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of fp16, which scales the loss
         more = {"scaler": scaler} if scaler is not None else {}
         self.job.track(model=trainer.strategy.model, progress=self._progress, **optimizers, **schedulers, **more)
-        self._epochs = self.job.epochs(trainer.max_epochs)
+        count = trainer.max_epochs  # -1 or None if the Trainer has another limit, such as max_steps
+        self._epochs = self.job.epochs(sys.maxsize if count in (None, -1) else count)
         next(self._epochs, None)
         self._follow(trainer)
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from rankup.errors import UserError
+from rankup.loop.arguments import seconds, switch
 from rankup.loop.filling import copied
 from rankup.loop.reporting import pairs_of
 from rankup.loop.saving import FROZEN
@@ -17,6 +19,8 @@ from rankup.loop.training_loop import TrainingLoop
 from rankup.loop.weights import start_from
 from rankup.observe.metrics import entry
 from rankup.observe.stragglers import WAITING
+
+SENT = (type(None), bool, int, float, complex, str, bytes, set)  # besides tensors, what torch loads without pickle
 
 
 class Job(TrainingLoop):
@@ -129,6 +133,7 @@ class Job(TrainingLoop):
         Raises UserError inside `job.step`, if other ranks go on without this call or if the disk is full, and PeerLost
         if another attempt has taken the run.
         """
+        switch("save: wait", wait)
         if self._step.inside:  # changes inside the block belong to no finished step yet
             raise UserError("save: it must be called outside job.step and job.change, got a call inside. Move it out.")
         self.begin()
@@ -162,8 +167,10 @@ class Job(TrainingLoop):
 
         Raises UserError if other ranks go on without this call, or give another reason, and inside `job.step`.
         """
-        if self._step.inside or not why:
-            raise UserError("end: it must have a reason, and come after the block of job.step. Move it out.")
+        if not isinstance(why, str) or not why:
+            raise UserError(f"end: the reason must be a text, got {why!r:.80}.")
+        if self._step.inside:
+            raise UserError("end: it must come after the block of job.step, got a call inside. Move it out.")
         self.begin()
         self._say_if_behind("end")
         self._together("end", why)
@@ -204,7 +211,11 @@ class Job(TrainingLoop):
 
     @contextlib.contextmanager
     def phase(self, name: str, timeout_s: float) -> Iterator[None]:
-        """Set a deadline of `timeout_s` seconds for work outside a step, such as an evaluation or a download."""
+        """Set a deadline of `timeout_s` seconds for work outside a step, such as an evaluation or a download. 0 sets
+        none."""
+        if not isinstance(name, str) or not name:
+            raise UserError(f"phase: the name must be a text, got {name!r:.80}.")
+        seconds(f"phase: the deadline of {name}", timeout_s)
         self.group.watch.enter(name, timeout_s, step=self.position.step)
         yield
         self.enter_step()
@@ -238,6 +249,8 @@ class Job(TrainingLoop):
         runs without gradients, and with the tracked modules in evaluation mode, which get their own modes back. `pad`
         is for FSDP2, see `eval_batches`. Raises UserError as `log` does, and for a value that is no pair.
         """
+        if not callable(function):
+            raise UserError(f"evaluate: after the loader there must be a function of a batch, got {function!r:.80}.")
         self._together("evaluate", str(prefix))
         tracked = [item for item in self.tracked.items.values() if isinstance(item, nn.Module)]
         modes = [(module, module.training) for item in tracked for module in item.modules()]
@@ -259,6 +272,12 @@ class Job(TrainingLoop):
     def gather(self, value: Any) -> list[Any]:
         """Return the list of every rank's `value`, by rank. All ranks call this. A value consists of numbers, strings,
         tensors of any shape, and lists and dicts of these. Tensors arrive on the CPU."""
+        for each in tree_leaves(value):
+            if not (isinstance(each, torch.Tensor) or type(each) in SENT):
+                raise UserError(
+                    "gather: a value must consist of numbers, texts, tensors, and lists and dicts of these, got "
+                    f"{type(each).__module__}.{type(each).__qualname__}. Convert it, as by torch.as_tensor."
+                )
         self._together("gather", "")
         return self.group.gather_tensors(value)
 
@@ -271,6 +290,8 @@ class Job(TrainingLoop):
         It must give the same bits each time, and call the module inside DDP (`model.module`). For modules that FSDP2
         has split, ranks compare only the loss. Buffers and random state are restored. A single rank compares nothing.
         """
+        if not callable(loss):
+            raise UserError(f"recompute: it must have a function that returns the loss, got {loss!r:.80}.")
         self.agreement.recompute(loss, batch, step=self.position.step, split=self.tracked.split)
 
     def finish(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from rankup.errors import UserError
+from rankup.loop.arguments import iterable, switch, whole_number
 from rankup.loop.batches import END, NO_ORDER, Source, Split, source_of
 from rankup.loop.generators import KNOWN
 from rankup.loop.position import OVER
@@ -43,6 +44,8 @@ class Batches:
     @classmethod
     def of(cls, job: Any, loader: Any, any_order: bool) -> Self:
         """Return the batches of a user's loader. Raises UserError for a loader that can't be replayed or split."""
+        iterable("batches: the loader", loader)
+        switch("batches: any_order", any_order)
         source = source_of(loader, job.rank, job.world_size, any_order=any_order, device=job.device)
         if source.stateful and not source.in_process:
             job.group.log.info(
@@ -73,9 +76,7 @@ class Batches:
 
     def ahead(self, prefetch: int) -> Self:
         """Return this object, which from the next pass on copies this many batches ahead to the device."""
-        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-            raise UserError(f"batches: prefetch must be a whole number of batches >= 0, got {prefetch!r}.")
-        self.prefetch = prefetch
+        self.prefetch = whole_number("batches: prefetch", prefetch)
         return self
 
     def warn_of_steps_without_batch(self) -> None:

@@ -92,7 +92,8 @@ class Reporting:
     def reduced(self, values: dict[str, Any], *, prefix: str) -> dict[str, float]:
         """Return `values` reduced over all ranks, see `Job.log`. All ranks call this."""
         position, group = self._position, self.group
-        if not re.fullmatch(r"[A-Za-z]\w*", str(prefix)) or prefix in ("train", "job"):
+        word = isinstance(prefix, str) and re.fullmatch(r"[A-Za-z]\w*", prefix)
+        if not word or prefix in ("train", "job"):
             raise UserError(
                 f'log: prefix must be a word other than "train" and "job", got "{prefix}". Name the set, such as test.'
             )
@@ -137,7 +138,10 @@ class Reporting:
 def terms_of(where: str, value: Any) -> list[float]:
     """Return a number as a list of one float, and a pair (sum, count) as a list of two. Raises UserError."""
     pair = isinstance(value, tuple) and len(value) == 2
-    return [number_of(where, each) for each in (value if pair else (value,))]
+    found = [number_of(where, each) for each in (value if pair else (value,))]
+    if pair and not found[1] >= 0:
+        raise UserError(f"{where} must be a pair of a sum and a count >= 0, got the count {found[1]:g}.")
+    return found
 
 
 def pairs_of(found: Any) -> dict[str, list[float]]:
@@ -171,6 +175,8 @@ def number_of(where: str, value: Any) -> float:
     if tensor and value.numel() != 1:
         raise UserError(f"{where} must be a number, got a tensor of shape {[*value.shape]}. Take its mean.")
     try:
+        if isinstance(value, str | bytes):  # as an argument of the command line, which float() would read
+            raise TypeError
         return float(value.detach() if tensor else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is of a complex tensor
         raise UserError(f"{where} must be a number, got {type(value).__name__}. Leave it out.") from None

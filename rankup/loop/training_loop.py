@@ -8,6 +8,7 @@ from rankup.errors import Finished, Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop import trained
 from rankup.loop.agreement import Agreement
+from rankup.loop.arguments import iterable, switch, whole_number
 from rankup.loop.batches import evaluation_batches
 from rankup.loop.cycle import Cycle
 from rankup.loop.passes import Batches
@@ -91,6 +92,7 @@ class TrainingLoop:
         such as an evaluation. Raises Stopped, after a save, if the job was asked to stop, and Finished if an earlier
         start has finished the run and no epoch is left, unless `rankup.init` got `again`.
         """
+        count = whole_number("job.epochs: the count", count)
         if self._nothing_left(self.epoch >= count):
             return
         self.begin()
@@ -116,6 +118,7 @@ class TrainingLoop:
 
         The body enters `job.step` once per pass. Raises Stopped and Finished as `epochs` does.
         """
+        total = whole_number("job.steps: the total", total)
         if self._nothing_left(self.step_number >= total):
             return
         self.begin()
@@ -197,6 +200,8 @@ class TrainingLoop:
         split it by `job.rank`. Restores the random state afterwards, and `job.weight` of the newest batch of
         `job.batches`. Raises Stopped, after a save, if the job was asked to stop; with several ranks only if `pad`.
         """
+        iterable("eval_batches: the loader", loader)
+        switch("eval_batches: pad", pad)
         try:
             for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
                 if self.world_size == 1:

@@ -119,6 +119,7 @@ def test_last_copy_of_a_script_without_finish_reaches_the_store(
     ("'s3://bucket'", "s3://bucket"), ("'s3://'", "s3://"),
     ("__import__('pathlib').Path('s3://bucket/mine')", "s3:/bucket"),
     ("'gs://key:secret@bucket/mine'", ""),
+    ("None", "None"), ("True", "True"), ("b'mine'", "b'mine'"), (r"'mi\0ne'", r"'mi\x00ne'"),
 ])
 def test_address_that_names_no_run_is_refused(run: str, got: str, forks: Forks, tmp_path: Path) -> None:
     output = forks.ends("launch", script(tmp_path, run), cwds=[tmp_path], code=2)

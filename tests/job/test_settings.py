@@ -158,7 +158,15 @@ def test_optimizer_that_is_built_in_another_way_is_refused(forks: Forks, tmp_pat
     ("keep=0", "rankup.init: keep must be a whole number >= 1, got 0."),
     ("seed='1'", "rankup.init: seed must be a whole number, got '1'."),
     ("step_timeout_s='600'", "rankup.init: step_timeout_s must be a number of seconds >= 0, got '600'."),
-    ("save_timeout_s=float('nan')", "rankup.init: save_timeout_s must be a number of seconds >= 0, got nan."),
+    ("step_timeout_s=float('nan')", "rankup.init: step_timeout_s must be a number of seconds >= 0, got nan."),
+    ("save_timeout_s=0", "rankup.init: save_timeout_s must be a number of seconds >= 1, got 0."),
+    ("join_timeout_s=float('inf')", "rankup.init: join_timeout_s must be at most 1,000,000,000 seconds, got inf."),
+    ("fresh='no'", "rankup.init: fresh must be True or False, got 'no'."),
+    ("again=None", "rankup.init: again must be True or False, got None."),
+    ("tensorboard=0", "rankup.init: tensorboard must be True or False, got 0."),
+    ("device=0", 'rankup.init: device must be "auto", "cpu", "cuda" or "cuda:1", got 0.'),
+    ("device='cpu:7'", """rankup.init: device must be "auto", "cpu", "cuda" or "cuda:1", got 'cpu:7'."""),
+    (r"on_end='a\0b'", r"rankup.init: on_end must be a shell command, got 'a\x00b'."),
 ])
 def test_settings_that_no_run_can_keep_are_refused(call: str, why: str, forks: Forks, tmp_path: Path) -> None:
     text = f"import os, rankup\njob_rank = os.environ['RANK']\njob = rankup.init('run', {call})\n"

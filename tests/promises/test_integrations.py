@@ -46,7 +46,7 @@ def test_integrations_resume_to_the_same_weights(name: str, once: Once, loaded: 
     expected = once(f"integration-{name}", undisturbed)
     steps = LOOPS[name][1]
     stop = {"rank": 1, "call": random.randrange(2, steps // 2), "hold_s": 0.15}
-    codes, output = run(loaded, tmp_path, name, **strike(tmp_path, signal="SIGTERM", **stop))
+    codes, output = run(loaded, tmp_path, name, MAX_EPOCHS="-1", **strike(tmp_path, signal="SIGTERM", **stop))
     assert codes == [143, 143], f"{stop}\n{output}"
 
     (tmp_path / "struck").unlink()

@@ -1,6 +1,7 @@
 """Lightning's Trainer with dropout, a schedule, a validation, fp16 whose loss scale grows until it skips steps, and
 rankup's callback."""
 
+import os
 import warnings
 
 import lightning as L
@@ -37,7 +38,8 @@ def main():
     dataset = TensorDataset(torch.rand(240, 16), torch.randint(4, (240,)))
     module = Classifier()
     trainer = L.Trainer(
-        accelerator="cpu", devices=job.world_size, strategy="ddp", max_epochs=4, max_steps=30, logger=False,
+        accelerator="cpu", devices=job.world_size, strategy="ddp", max_steps=30, logger=False,
+        max_epochs=int(os.environ.get("MAX_EPOCHS", 4)),  # -1: only the steps are limited
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[RankupCallback(job)],
         plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2))],
