@@ -2,11 +2,15 @@
 
     python bench/large_state.py --megabytes 100 1000 --ranks 2 4
 
-For each size and number of ranks this trains two steps of SGD with momentum, and resumes three times: once for the
-time, once while the memory of all ranks is watched, and once after a rank was killed. The table has the seconds from
-`rankup.init` to the end of `job.track`, without those in which the ranks connect; the seconds that one process takes to
-read and hash the same files; the largest growth of all ranks' memory beside the state itself, in multiples of the state
-(shared pages count once, files of the disk not at all); and the seconds from the kill to a whole rescue.
+For each size and number of ranks this trains two steps of SGD with momentum, and resumes four times: twice for the
+time, once while the memory of all ranks is watched, and once after a rank was killed. The table has the seconds in
+`rankup.init` and `job.track`, each from the last rank's begin to the last rank's end, without those in which the ranks
+connect; the seconds that one process takes to read and hash the same files, which are in the page cache (of both the
+better of two); the largest growth of all ranks' memory beside the state itself, in multiples of the state (shared pages
+count once, files of the disk not at all); and the seconds from the kill to a whole rescue.
+
+A virtual machine may get its memory from its host only at the first touch, which takes up to 2 s a GB. After its start,
+fill and free its memory once before you measure.
 """
 
 import argparse
@@ -29,19 +33,21 @@ from tests.rigs.jobs import ROOT
 
 SCRIPT = """
 import json, os, signal, time
-began_s, used_s = time.monotonic(), time.process_time()
 import torch, rankup
+marks = []
+mark = lambda: marks.append([time.monotonic(), time.process_time()])
+mark()
 job = rankup.init("runs/RUN", tensorboard=False, save_every_steps=0, compare_every_steps=0)
+mark()
 torch.set_num_threads(1)
 layers = int(os.environ["LAYERS"])
 model = torch.nn.Sequential(*[torch.nn.Linear(2048, 3200, bias=False) for _ in range(layers)])  # 25 MiB each
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-joined_s, joined_cpu_s = time.monotonic(), time.process_time()
+mark()
 job.track(model=model, optimizer=optimizer)
-tracked_s = time.monotonic()
+mark()
 with open(f"ranks-{job.rank}.json", "w") as file:
-    json.dump({"init_s": tracked_s - began_s, "track_s": tracked_s - joined_s, "cpu_s": time.process_time() - used_s,
-               "track_cpu_s": time.process_time() - joined_cpu_s}, file)
+    json.dump(marks, file)
 if os.environ.get("HOLD"):
     while os.path.exists("hold"):
         time.sleep(0.05)
@@ -66,7 +72,8 @@ job.finish()
 def launch(
     folder: Path, run: str, ranks: int, layers: int, *, watch: bool = False, **more: str
 ) -> dict[str, float]:
-    """Run the script. Return the slowest rank's seconds, and the peak of all ranks' memory in bytes."""
+    """Run the script. Return the seconds and all ranks' CPU seconds in `rankup.init` and `job.track`, and the peak of
+    all ranks' memory in bytes."""
     script = folder / "train.py"
     script.write_text(SCRIPT.replace("RUN", run))
     for old in folder.glob("ranks-*.json"):
@@ -98,8 +105,11 @@ def launch(
         sampler.join()
     each = [json.loads(path.read_text()) for path in folder.glob("ranks-*.json")]
     (folder / "output.txt").write_text(output)
-    slowest = {name: max(one[name] for one in each) for name in ("init_s", "track_s")}
-    return {**slowest, **{name: sum(one[name] for one in each) for name in ("cpu_s", "track_cpu_s")}, "peak": peak}
+    # By mark, of all ranks: a rank that is early only waits for the others
+    wall_s = [max(times) for times in zip(*[[wall_s for wall_s, _ in marks] for marks in each], strict=True)]
+    cpu_s = [sum(times) for times in zip(*[[cpu_s for _, cpu_s in marks] for marks in each], strict=True)]
+    return {"init_s": wall_s[1] - wall_s[0], "track_s": wall_s[3] - wall_s[2], "peak": peak,
+            "init_cpu_s": cpu_s[1] - cpu_s[0], "track_cpu_s": cpu_s[3] - cpu_s[2]}
 
 
 def descendants(pid: int) -> list[int]:
@@ -162,16 +172,18 @@ def measure(ranks: int, megabytes: int, folder: Path) -> dict[str, Any]:
     base = launch(folder, "b", ranks, layers, watch=True)
     shutil.rmtree(folder / "runs" / "b")
     copy = max((folder / "runs/a/checkpoints").glob("step-*"))
-    first = read_and_hash(copy)
-    again = launch(folder, "a", ranks, layers)
-    hashed_s, hashed_cpu_s = map(min, zip(first, read_and_hash(copy), strict=True))
+    hashed, resumed = [], []
+    for _ in range(2):
+        hashed.append(read_and_hash(copy))
+        again = launch(folder, "a", ranks, layers)
+        resumed.append([again[f"init{s}"] + again[f"track{s}"] - fresh[f"init{s}"] for s in ("_s", "_cpu_s")])
+    hashed_s, hashed_cpu_s = map(min, zip(*hashed, strict=True))
+    resume_s, cpu_s = map(min, zip(*resumed, strict=True))
     peak = launch(folder, "a", ranks, layers, watch=True)
     shutil.rmtree(folder / "runs" / "a")
     rescued = rescue_s(folder, "c", ranks, layers)
     # The fresh run's optimizer has no state yet, which is half of the state
     growth = (peak["peak"] - base["peak"]) / state - ranks / 2
-    resume_s = again["init_s"] - (fresh["init_s"] - fresh["track_s"])  # a fresh run hashes its weights in `track`
-    cpu_s = again["cpu_s"] - (fresh["cpu_s"] - fresh["track_cpu_s"])
     return {"ranks": ranks, "state, MB": round(state / 1e6), "read and hash, s": hashed_s, "resume, s": resume_s,
             "of it": resume_s / hashed_s, "CPU s of all ranks, of the hash's": cpu_s / hashed_cpu_s, "growth": growth,
             "rescue, s": rescued}

@@ -68,21 +68,20 @@ class Part:
             return 0, self.size
         return number * PIECE, min(self.size, (number + 1) * PIECE)
 
-    def problem(self, number: int, path: Path, into: memoryview | None = None) -> str:
-        """Read a piece from the file `path`, and return why it can't be used, or "". `into`: where to put the bytes."""
-        (begin, end), digest = self.piece(number), hashlib.sha256()
-        buffer = memoryview(bytearray(min(CHUNK, end - begin))) if into is None else into
+    def problem(self, number: int, path: Path, put: Callable[[int, memoryview], object] | None = None) -> str:
+        """Read a piece from the file `path`, and return why it can't be used, or "". `put`: called with the bytes, and
+        where in the part they begin."""
+        (at, end), digest = self.piece(number), hashlib.sha256()
+        buffer = memoryview(bytearray(min(CHUNK, end - at)))
         try:
             with open_regular(path) as file:
                 if (size := os.fstat(file.fileno()).st_size) != self.size:
                     return f"{self.name} has {size} bytes instead of {self.size}"
-                at = begin
-                while at < end:
-                    view = buffer[:end - at] if into is None else into[at - begin:min(at - begin + CHUNK, end - begin)]
-                    got = os.preadv(file.fileno(), [view], at)
-                    if not got:
-                        break  # the file was cut meanwhile, and the digest will differ
-                    digest.update(view[:got])
+                # If the file was cut meanwhile, nothing is read, and the digest will differ
+                while at < end and (got := os.preadv(file.fileno(), [buffer[:end - at]], at)):
+                    digest.update(view := buffer[:got])
+                    if put is not None:
+                        put(at, view)
                     at += got
         except FileNotFoundError:
             return f"{self.name} is missing"
@@ -256,9 +255,15 @@ def _write_piece(file: int, at: int, views: Iterable[memoryview]) -> str:
     for view in views:
         for begin in range(0, len(view), CHUNK):
             digest.update(chunk := view[begin:begin + CHUNK])
-            while chunk:  # a disk that is nearly full takes a part, and then raises
-                written = os.pwrite(file, chunk, at)
-                at, chunk = at + written, chunk[written:]
-                for note in on_write:
-                    note(written)
+            write_at(file, at, chunk)
+            at += len(chunk)
+            for note in on_write:
+                note(len(chunk))
     return digest.hexdigest()
+
+
+def write_at(file: int, at: int, content: memoryview) -> None:
+    """Write all of `content` to the open `file`, where it begins `at` this byte. Raises OSError."""
+    while content:  # a disk that is nearly full takes a part, and then raises
+        written = os.pwrite(file, content, at)
+        at, content = at + written, content[written:]
