@@ -21,6 +21,7 @@ from rankup.agent.agent import Agent
 from rankup.agent.ends import Verdict
 from rankup.agent.logs import guard, setup_logging
 from rankup.agent.operators import tell_end, wait_until_fit
+from rankup.agent.processes import within
 from rankup.agent.ranks import Options
 from rankup.agent.script import Script
 from rankup.agent.status_files import what_next
@@ -33,6 +34,7 @@ from rankup.places.files import RUNS, SNAPSHOT, read_json
 from rankup.slurm import Start
 from rankup.slurm_task import note, note_cause, restart_if_killed
 from rankup.state.copies import STATE, list_whole
+from rankup.state.memory import keep_on_disk
 from rankup.urls import is_url
 
 log = logging.getLogger("rankup")
@@ -164,7 +166,15 @@ def _agent(options: Options, *, on_end: str) -> Verdict:
 
     def run_dir() -> Path:
         ranks = [] if agent is None else agent.ranks.ranks
-        return next((place for rank in ranks if (place := rank.record.run_dir)), options.run_dir)
+        named = next((place for rank in ranks if (place := rank.record.run_dir)), None)
+        return named or (agent.ranks.named if agent is not None else None) or options.run_dir
+
+    def keep_rescue() -> None:
+        try:
+            if kept := keep_on_disk(run_dir(), options.jobs):
+                log.info("the newest finished step was only in memory: it is now in %s", kept)
+        except (OSError, UserError) as error:
+            log.warning("the newest finished step is only in memory: %s", error)
 
     def tell(code: int, cause: str) -> None:
         end_feed()
@@ -184,7 +194,12 @@ def _agent(options: Options, *, on_end: str) -> Verdict:
             if options.health_check:
                 wait_until_fit(options.health_check)
             agent = Agent(options)
-            verdict = asyncio.run(agent.run())
+            try:
+                verdict = asyncio.run(agent.run())
+            finally:  # a pod's memory ends with it
+                # Two nodes are enough, and a thousand must not write the same to a shared disk, which may also hang
+                if options.script.imports_rankup and agent.ranks.node.node_rank < 2:
+                    within(options.stop_grace_s, keep_rescue)
             if not agent.unfit:
                 break
             log.warning("%s", verdict.text)

@@ -114,6 +114,7 @@ class Ranks:
         )
         self.interface: dict[str, str] = {}  # variables that name the network interface
         self.on_end = ""  # the command of the script for the end of the job
+        self.named: Path | None = None  # the folder of the run, which the script has named
         self.all_ended = asyncio.Event()
         self.all_ended.set()
         self._commit: dict[str, Any] = {}
@@ -270,6 +271,7 @@ class Ranks:
             return
         rank.running, record, reader = False, rank.record.read(), rank.reader
         self.on_end = record.on_end or self.on_end  # a rank that fails at its start names none
+        self.named = rank.record.run_dir or self.named
         cause, suspect = (rank.said.why, rank.said.suspect) if rank.said is not None else ("", None)
         if code == FINISHED and self.imports_rankup and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0 before it had finished: this counts as code 1", rank.number)

@@ -16,10 +16,8 @@ from rankup.places.files import read_json
 from rankup.places.lease import Lineage, aside_folder
 from rankup.state.copies import STATE, list_copies, step_of
 from rankup.state.memory import list_held
-from rankup.state.place import PARTS, PEER, RESCUE, Candidate, Folder, Place
+from rankup.state.place import PARTS, PEER, RESCUE, SECOND, Candidate, Folder, Place
 from rankup.state.saver import Options
-
-SECOND = "copies"  # folder for second copies, by the id of their run, in the run directory of a node without rank 0
 
 
 def distinct(found: Iterable[Candidate], world_size: int) -> list[Candidate]:

@@ -20,16 +20,18 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from rankup.agent.ends import job_of
 from rankup.agent.processes import memory_available
 from rankup.errors import UserError
 from rankup.places.files import read_json, remove_unfinished
-from rankup.places.lease import kernel_id
-from rankup.state.copies import STATE, Content, list_copies, step_of
-from rankup.state.place import Folder
+from rankup.places.lease import Lineage, kernel_id
+from rankup.state.copies import CHUNK, STATE, Content, list_copies, list_whole, staging_of, step_of, write_durably
+from rankup.state.place import SECOND, Folder
 from rankup.timing import ABANDONED_S, TURN_S
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
@@ -110,6 +112,33 @@ def remove_abandoned() -> None:
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep_on_disk(run_dir: Path, jobs: Collection[str]) -> Path | None:
+    """Copy the newest rescue of these `jobs` in this node's memory to the disk, where the next attempt finds it: to the
+    checkpoints if the run is in `run_dir`, else to the second copies. Returns the new folder, or None if the disk has
+    this step already, or another attempt has the run. Agents call this at the end of a job. Raises OSError and
+    UserError."""
+    wrote = ((path, str(read_json(path / STATE).get("attempt", ""))) for path in list_held())
+    held = [path for path, attempt in wrote if "." not in path.parent.name and job_of(attempt) in jobs]
+    if not held:
+        return None
+    rescue, line = max(held, key=step_of), Lineage.read(run_dir)
+    owner = str(read_json(run_dir / "lease.json").get("attempt", ""))
+    if line is not None and (line.run != rescue.parent.name or job_of(owner) not in jobs):
+        return None
+    folder = Folder(run_dir / "checkpoints" if line is not None else run_dir / SECOND / rescue.parent.name)
+    if any(step_of(path) >= step_of(rescue) for path in list_whole(folder.path)):
+        return None
+    staging = folder.stage(staging_of(folder.path, step_of(rescue)))
+    try:
+        (staging / rescue.name).mkdir()
+        for path in rescue.iterdir():
+            with path.open("rb") as file:
+                write_durably(staging / rescue.name / path.name, iter(partial(file.read, CHUNK), b""))
+        return folder.put(staging / rescue.name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _is_ours(home: Path) -> bool:

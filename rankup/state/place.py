@@ -27,6 +27,7 @@ from rankup.state import copies
 from rankup.state.copies import MANIFEST, STATE, Content, Fingerprint, list_copies, looks_whole, step_of, to_json
 
 CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # kinds of copies; at the same step the lower kind wins
+SECOND = "copies"  # folder for second copies, by the id of their run, in the run directory of a node without rank 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,21 @@ def test_fresh_job_killed_before_it_begins_is_still_fresh_after_a_restart(forks:
     assert len(list((tmp_path / "run").glob("before-*"))) == 1
 
 
+def test_stop_during_a_restart_keeps_the_rescue_on_disk(
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    """The memory of a pod ends with it, and ranks that have not resumed yet save nothing."""
+    groups = [[Fault("backward", 1, 3)], [Fault("before joining", 0, 0, "SIGTERM", "agent")]]
+    codes, output = launch(forks, tmp_path, faults=tmp_path / "faults", groups=groups)
+    assert codes == [143], output
+    assert re.search(r"only in memory: it is now in \S+/run/checkpoints/step-00000002\n", output), output
+    run = json.loads((tmp_path / "run/run.json").read_text())["run"]
+    for home in homes():
+        shutil.rmtree(home / run, ignore_errors=True)
+    assert "resumed from step-00000002\n" in forks.ends("launch", "--nproc=2", MAIN, *train(tmp_path))
+    assert outcome(tmp_path / "run") == undisturbed
+
+
 @pytest.mark.usefixtures("left")
 def test_damaged_rescue_is_skipped_and_reported(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     groups = [[Fault("backward", 0, 8, saved=True)]]

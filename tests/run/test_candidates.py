@@ -12,10 +12,11 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.settings import check_record
+from rankup.places.files import STAGING
 from rankup.places.lease import Lineage
-from rankup.state.choice import SECOND, NodeMemory, in_order
-from rankup.state.memory import list_held, write_rescue
-from rankup.state.place import CHECKPOINT, PEER, RESCUE, Candidate
+from rankup.state.choice import NodeMemory, in_order
+from rankup.state.memory import keep_on_disk, list_held, write_rescue
+from rankup.state.place import CHECKPOINT, PEER, RESCUE, SECOND, Candidate
 from rankup.state.run import Run
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
@@ -173,6 +174,27 @@ def test_node_0_with_an_empty_disk_learns_the_run_from_the_memory_of_its_own_job
             assert node.go_on(None, fresh=fresh).words == words
             unused = "begins anew: step 7 in the memory of node0 is of another run with the same settings"
             assert node.said == ([] if known else [unused])
+
+
+def test_rescue_that_an_agent_keeps_on_disk_is_found_there(node: Node) -> None:
+    """The disk of node 1 does not have the run, and that of node 0 may belong to another attempt by now."""
+    lineage = Lineage(RUN, "job-1-0", "job-1", [["job-1-0-mark", 0]], 1)
+    node.rescue(7, "job-1-0-mark", lineage=lineage.values())
+    assert keep_on_disk(node.run_dir, {"job-2"}) is None
+    lineage.write(node.run_dir)
+    (node.run_dir / "lease.json").write_text('{"attempt": "job-2-0"}')
+    assert keep_on_disk(node.run_dir, {"job-1"}) is None
+    (node.run_dir / "lease.json").write_text('{"attempt": "job-1-1"}')
+    kept = keep_on_disk(node.run_dir, {"job-1"})
+    assert kept == node.run_dir / "checkpoints/step-00000007"
+    assert keep_on_disk(node.run_dir, {"job-1"}) is None
+    shutil.rmtree(kept)
+    (node.run_dir / "run.json").unlink()
+    assert keep_on_disk(node.run_dir, {"job-1"}) == node.run_dir / SECOND / RUN / "step-00000007"
+    assert not list(node.run_dir.rglob(f"{STAGING}*"))
+    shutil.rmtree(next(list_held()))
+    assert node.go_on(None).words == "step 7, the second copy on node0 (rank 0)"
+    assert node.said == []
 
 
 def test_copies_of_several_runs_are_refused_if_node_0_knows_no_run(node: Node) -> None:

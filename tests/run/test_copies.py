@@ -16,9 +16,9 @@ import torch
 from rankup.agent.logs import host_name
 from rankup.places.files import STAGING
 from rankup.state import copies as state_copies
-from rankup.state.choice import SECOND, SecondCopies
+from rankup.state.choice import SecondCopies
 from rankup.state.copies import STATE, to_json
-from rankup.state.place import Folder
+from rankup.state.place import SECOND, Folder
 from rankup.state.saver import Options, Saver
 from tests.rigs.checkpoints import SETTINGS, flip, load_checkpoint, save, steps, training_state
 from tests.rigs.fork_server import Forks
