@@ -78,13 +78,13 @@ class Program:
         """Act as a rank from now on: end with the launcher, and also write all lines to `logs/` in the run's folder.
 
         `run_dir`: None for a process without a folder. `guarded`: continue if the reader of the output ends or stops
-        reading; False for a script, or if the output is the result. `stacks`: let `rankup stacks` ask this process for
-        its stacks. `on_end`: the command to run when the job ends, see `rankup.init`. Raises UserError if the folder
-        can't be written, or if the command is too long.
+        reading, as the ranks of an agent always do; False for a script, or if the output is the result. `stacks`: let
+        `rankup stacks` ask this process for its stacks. `on_end`: the command to run when the job ends, see
+        `rankup.init`. Raises UserError if the folder can't be written, or if the command is too long.
         """
         agent: Mapping[str, Any] = getattr(self.found, "agent", None) or {}
         print_to(agent.get("terminal", ()))
-        if guarded:
+        if guarded or agent:  # the rank's file has each line, so a terminal that nobody reads may lose some
             guard()
         if isinstance(self.found, RankEnv) and self.found.launcher in ("torchrun", "mpirun"):
             die_with_parent(os.getppid())  # these launchers leave their processes running if they are killed
