@@ -54,7 +54,6 @@ class Memory:
     def __init__(self, group: Any, file: int, nodes: Sequence[Sequence[int]]) -> None:
         self._file, self.nodes = file, nodes
         self.own = next(ranks for ranks in nodes if group.rank in ranks)
-        self._shared: Any = None
         self._begins = dict[int, int]()
 
     @classmethod
@@ -85,18 +84,12 @@ class Memory:
         end = 0
         for number, size in sizes.items():
             self._begins[number], end = end, end + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        if end:
-            os.ftruncate(self._file, end)
-            self._shared = mmap.mmap(self._file, end)
+        os.ftruncate(self._file, end)
 
     def put(self, number: int, at: int, content: memoryview) -> None:
         """Put bytes into a part. Through a mapping they would take a fifth more of a resume's CPU seconds: the kernel
         would fill each page with zeros first."""
         write_at(self._file, self._begins[number] + at, content)
-
-    def piece(self, number: int, begin: int, end: int) -> memoryview:
-        at = self._begins[number]
-        return memoryview(self._shared or b"")[at + begin:at + end]
 
     def part(self, number: int, size: int) -> Any:
         """Return a buffer with a part, whose changes no other rank sees."""
@@ -105,7 +98,6 @@ class Memory:
     def close(self) -> None:
         """Free what no buffer refers to."""
         os.close(self._file)
-        self._shared = None
 
 
 def ship(group: Any, shipments: Sequence[Shipment], memory: Memory) -> tuple[dict[int, Any], dict[int, str]]:
@@ -198,13 +190,13 @@ class _Shipping:
             route = [next(rank for rank in reversed(ranks) if rank not in to), *to]
             for source, target in pairwise(route):
                 if me == target:
-                    view = self.memory.piece(n, begin, end)
-                    self.group.collective(partial(dist.recv, torch.frombuffer(view, dtype=torch.uint8), source))
-                    if hashlib.sha256(view).hexdigest() != part.digests[piece]:
+                    content = memoryview(bytearray(end - begin))
+                    self.group.collective(partial(dist.recv, torch.frombuffer(content, dtype=torch.uint8), source))
+                    self.memory.put(n, begin, content)
+                    if hashlib.sha256(content).hexdigest() != part.digests[piece]:
                         damaged.append([n, f"{part.name} did not arrive whole"])
                 elif me == source:
-                    held = n in self.held
-                    view = memoryview(self._buffer(n))[begin:end] if held else self.memory.piece(n, begin, end)
+                    view = memoryview(self._buffer(n))[begin:end]
                     sent.append((dist.isend(tensor := torch.frombuffer(view, dtype=torch.uint8), target), tensor))
         for work, _ in sent:
             self.group.collective(work.wait)
