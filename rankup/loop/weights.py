@@ -33,7 +33,13 @@ def start_from(group: Group, module: nn.Module, place: str, *, item: str, where:
             load_into(module, path, group.log.info, place=place, item=item, where=where)
 
     group.on_rank0(load)
-    module.load_state_dict(group.broadcast_tensors(module.state_dict()))
+    state = module.state_dict()
+    for name in group.broadcast([*state]):  # one after the other: a message is in memory three times
+        given = group.broadcast_tensors(state.get(name))
+        if not group.is_rank0:
+            state[name] = given
+    if not group.is_rank0:
+        module.load_state_dict(state)
 
 
 def load_into(

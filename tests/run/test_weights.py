@@ -1,8 +1,10 @@
 """Weights: their digest, a start from given weights, and equal initial weights on all ranks."""
 
 import json
+import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rankup.errors import UserError
-from rankup.loop.weights import load_into
+from rankup.loop.weights import load_into, start_from
 from tests.rigs.checkpoints import SETTINGS, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
@@ -117,6 +119,25 @@ def test_job_starts_from_weights_on_rank_0s_disk(forks: Forks, tmp_path: Path) -
     assert torch.equal(trained["0.weight"], model.state_dict()["0.weight"])
     output = forks.ends(*arguments[:-1], "missing.pt", "--fresh", world_size=2, cwds=folders, code=2)
     assert output.count("init_from must name an existing file or checkpoint directory, got missing.pt") == 1
+
+
+def test_weights_travel_one_tensor_at_a_time(tmp_path: Path) -> None:
+    """A large model fits into the memory of a node: no message holds all of it."""
+    models, sent = [nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)) for _ in range(2)], list[Any]()
+    save_file({"0.weight": torch.full((16, 8), 3.0)}, tmp_path / "w.safetensors")
+    for rank, model in enumerate(models):
+        arriving = iter([*sent])
+        travel = [lambda value: (sent.append(value), value)[1], lambda value, all_sent=arriving: next(all_sent)][rank]
+        group: Any = SimpleNamespace(
+            is_rank0=rank == 0, on_rank0=[lambda work: work(), lambda work: None][rank], broadcast=travel,
+            broadcast_tensors=travel, log=logging.getLogger("test"),
+        )
+        start_from(group, model, str(tmp_path / "w.safetensors"), item="model", where="start_from", timeout_s=1)
+    names, *tensors = sent
+    assert names == [*models[0].state_dict()]
+    assert [each.shape for each in tensors] == [each.shape for each in models[0].state_dict().values()]
+    assert all(map(torch.equal, *[[*model.state_dict().values()] for model in models]))
+    assert models[1][0].weight[0, 0] == 3
 
 
 def other_weights_on_rank_1() -> None:
