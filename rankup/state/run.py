@@ -136,11 +136,11 @@ class Run:
         self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
         self.saved = group.on_rank0(lambda: self._find_here(passed))
         self.second.put_aside_others(self.lineage.run)
-        if self.newest is None and (unused := [one for one in candidates if one.kind > PEER]):
-            host = group.hosts[(last := max(unused, key=lambda one: one.step)).rank]
-            group.log.info(
-                f"begins anew: step {last.step} in the memory of {host} is of another run with the same settings"
-            )
+        held = [one for one in candidates if one.kind > PEER and group.hosts[one.rank] != group.hosts[0]]
+        if self.newest is None and held:  # perhaps node 0 has lost its disk, and all agents are new
+            last = max(held, key=lambda one: one.step)
+            where = f"step {last.step} in the memory of {group.hosts[last.rank]}"
+            group.log.info(f"begins anew: {where} is of another run with the same settings")
 
     def _resume_from(self, one: Candidate, line: Lineage | None, others: list[Path]) -> Copy:
         """Read copy `one` on all ranks, and adopt its `line`. `others`: where this rank may have the same files. Raises
