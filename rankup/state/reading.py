@@ -19,7 +19,7 @@ from rankup.places.lease import RUN_ID
 from rankup.state.copies import STATE, Check, Damaged, Part, list_copies, no_check, part_of, read_manifest, read_record
 from rankup.state.memory import node_id
 from rankup.state.place import PARTS, Candidate
-from rankup.state.shipping import Memory, Shipment, ship
+from rankup.state.shipping import Memory, Shipment, Shipping
 from rankup.state.tree import DTYPES, TENSORS, TREE, Slice, Tensors, decode, encode, local_parts, slices_in
 
 OWN = "rankup_"  # names of items that the library adds to the user's items begin with this
@@ -160,7 +160,7 @@ def _read(
                 path = seen
                 shipments = [Shipment(each.part, [everyone], [path / each.part.name], in_place=True)
                              for each in shipments]
-        buffers, problems = ship(group, shipments, memory)
+        buffers, problems = Shipping(group, shipments, memory).result()
     if problems:
         return None, {keys[n]: why for n, why in sorted(problems.items(), reverse=True)}
     mine = {shipments[n].part.name: each for n, each in buffers.items() if group.rank in ranks_of[keys[n]]}

@@ -100,15 +100,9 @@ class Memory:
         os.close(self._file)
 
 
-def ship(group: Any, shipments: Sequence[Shipment], memory: Memory) -> tuple[dict[int, Any], dict[int, str]]:
-    """Ship the parts. All ranks call this with the same parts, and close `memory` later. Return the buffers that this
-    rank gets, by number of the shipment; and why the first node of a shipment does not have the part whole, by number,
-    equal on all ranks."""
-    return _Shipping(group, shipments, memory).result()
-
-
-class _Shipping:
-    """`lacking`: for each rank and piece that it takes care of but does not have, the reason."""
+class Shipping:
+    """Ships the parts. All ranks make one with the same parts, and close `memory` later. `lacking`: for each rank and
+    piece that it takes care of but does not have, the reason."""
 
     def __init__(self, group: Any, shipments: Sequence[Shipment], memory: Memory) -> None:
         self.group, self.shipments, self.memory = group, shipments, memory
@@ -135,6 +129,8 @@ class _Shipping:
                         if not one.in_place and not all(here.isdisjoint(ranks) for ranks in one.to)})
 
     def result(self) -> tuple[dict[int, Any], dict[int, str]]:
+        """Return the buffers that this rank gets, by number of the shipment; and why the first node of a shipment does
+        not have the part whole, by number, equal on all ranks."""
         lacking = self._read()
         problems: dict[int, str] = {}
         for (n, piece, rank), why in sorted(lacking.items()):

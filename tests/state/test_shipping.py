@@ -156,14 +156,14 @@ def test_file_in_use_may_go_as_soon_as_one_rank_is_done(
     def work(group: Any) -> bytes:
         if group.rank == 0:
             memory = shipping.Memory(group, os.memfd_create("own"), [[0], [1]])
-            found, problems = shipping.ship(group, shipments, memory)
+            found, problems = shipping.Shipping(group, shipments, memory).result()
             shutil.rmtree(path)
             gone.set()
         else:
             gather, left = group.gather, iter(range(exchanges))
             group.gather = lambda value: (gather(value), next(left, None) is None and gone.wait(60))[0]
             memory = shipping.Memory(group, os.memfd_create("own"), [[0], [1]])
-            found, problems = shipping.ship(group, shipments, memory)
+            found, problems = shipping.Shipping(group, shipments, memory).result()
         memory.close()
         return bytes(found[0]) if not problems else repr(problems).encode()
 
