@@ -136,11 +136,13 @@ class Run:
         self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
         self.saved = group.on_rank0(lambda: self._find_here(passed))
         self.second.put_aside_others(self.lineage.run)
-        held = [one for one in candidates if one.kind > PEER and group.hosts[one.rank] != group.hosts[0]]
-        if self.newest is None and held:  # perhaps node 0 has lost its disk, and all agents are new
-            last = max(held, key=lambda one: one.step)
-            where = f"step {last.step} in the memory of {group.hosts[last.rank]}"
-            group.log.info(f"begins anew: {where} is of another run with the same settings")
+        # Memory of rank 0's own machine may hold a lost step of any script with the same settings
+        held = [one for one in candidates if one.kind == PEER or (
+            one.kind > PEER and group.hosts[one.rank] != group.hosts[0]
+        )]
+        if self.newest is None and held:  # --fresh, or node 0 has lost its disk, and all agents are new
+            words = max(held, key=lambda one: one.step).words
+            group.log.info(f"begins anew: {words}, is of another run and not used")
 
     def _resume_from(self, one: Candidate, line: Lineage | None, others: list[Path]) -> Copy:
         """Read copy `one` on all ranks, and adopt its `line`. `others`: where this rank may have the same files. Raises

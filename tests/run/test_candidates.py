@@ -173,7 +173,7 @@ def test_node_0_with_an_empty_disk_learns_the_run_from_the_memory_of_its_own_job
             node.said.clear()
             node.rank, node.hosts = (0, ["node0"]) if known else (1, ["empty", "node0"])
             assert node.go_on(None, fresh=fresh).words == words
-            unused = "begins anew: step 7 in the memory of node0 is of another run with the same settings"
+            unused = "begins anew: step 7, rescued by rank 0 on node0, is of another run and not used"
             assert node.said == ([] if known else [unused])
 
 

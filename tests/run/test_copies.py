@@ -152,6 +152,7 @@ def test_other_settings_are_refused_and_fresh_uses_no_copy(nodes: Nodes) -> None
     output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 3})  # before its first checkpoint
     assert "resumed" not in output
     assert "copies this node's second copies of an earlier run were moved to " in output
+    assert f"begins anew: step 10, {FROM_COPY}, is of another run and not used\n" in output
     (aside,) = nodes.runs(1).glob(f"before-*-{SECOND}-*/step-*")
     assert load_checkpoint(aside).record["config"]["lr"] == 0.08
     nodes.lose()
