@@ -82,6 +82,8 @@ class Job(TrainingLoop):
                 raise UserError(f'track: {option} must be "{known[1]}" or "{known[0]}", got {value!r:.80}.')
         items = dict(sorted(items.items()))  # ranks that call this with another order do the same in the same order
         self._same_names([*items])
+        if run.newest is not None:
+            self.undo_options()  # such as those that the constructor of a scheduler sets in a restored optimizer
         group.on_all_ranks(lambda: tracked.add(items, only_trained=only == "trained"))
         self._wrappers.adopt()
         sharded = tracked.split and self.settings.sharded

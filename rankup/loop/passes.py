@@ -328,6 +328,8 @@ class Batches:
             )
             loop.left_after = None
         number, state = loop.begin_pass(self, source)
+        if number < known and loop.has_epochs:
+            job.undo_options()
         if number and not (loop.running or loop.fetched or loop.has_epochs):  # code ran after the last pass
             job.tracked.check_unchanged(after_epoch=True)
             with job.commit_lock:
@@ -355,6 +357,7 @@ class Batches:
                         loop.left_after = streams[number] // stride
                     raise
                 self.note_step(step, taken)
+                job.warn_of_options()
             if source.uneven:
                 job.group.end_pass(streams[number] // stride)
             job.reseed_outside(number + 1)

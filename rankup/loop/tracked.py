@@ -186,6 +186,22 @@ class Tracked:
             self._created = created
             encode(self._state_of(self._optimizers))
 
+    def changed_options(self, *, undo: bool = False) -> list[str]:
+        """Return which options of optimizers have changed since the last commit, such as "sgd.lr: 0.1 -> 0.01", and
+        restore them if `undo`. Does not look at tensors on a GPU, for which the host would have to wait."""
+        found = []
+        for name, optimizer in self._optimizers.items():
+            for live, kept in zip(optimizer.param_groups, self._settings[name], strict=False):
+                for key, value in kept.items():
+                    if (now := live.get(key)) is value or key == "params" or _equal(now, value):
+                        continue
+                    found.append(f"{name}.{key}: {_number(value)} -> {_number(now)}")
+                    if undo and isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+                        now.copy_(value)  # a scheduler may hold it
+                    elif undo:
+                        live[key] = value
+        return [*dict.fromkeys(found)]  # groups are often alike
+
     def undo_schedules(self) -> None:
         """Restore schedulers, and what they set in optimizers, as of the last commit."""
         state = self.state()
@@ -350,6 +366,17 @@ class Tracked:
 
         for optimizer in self._optimizers.values():
             _init_optim_state(optimizer)
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Return whether an option of an optimizer has not changed, as far as the host knows without waiting."""
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return one.device.type != "cpu" or torch.equal(one, two)
+    return bool(one == two)
+
+
+def _number(value: Any) -> str:
+    return f"{value.tolist() if isinstance(value, torch.Tensor) else value}"
 
 
 def has_state(item: Any) -> bool:

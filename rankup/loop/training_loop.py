@@ -46,7 +46,7 @@ class TrainingLoop:
         self._batches: dict[int, Batches] = {}  # by id of the loader, for loaders used in this epoch or the last one
         self._wrappers = trained.Wrappers(group, self.tracked, self.clock)
         self._cycles: dict[int, Cycle] = {}  # by id of the loader
-        self._begun = self.repeats_calls = False
+        self._begun = self.repeats_calls = self._late_options = False
         self._step = Step(self)
 
     @property
@@ -133,6 +133,7 @@ class TrainingLoop:
                 before = self.loop.began_at = step
                 self.reseed()  # a resume does not repeat what the last pass drew after its step, as in an evaluation
                 yield step
+                self.warn_of_options()
         finally:
             self.loop.running.remove("steps")
         self.loop_is_over = True
@@ -253,6 +254,8 @@ class TrainingLoop:
         self._begun, self.run.finished, self.group.status.begun = True, False, True
         self._same_names([])
         self._wrappers.warn_of_hooks()
+        if self.run.newest is not None and not late:  # otherwise the body of the script's own loop may have set them
+            self.undo_options()
         group, run, step = self.group, self.run, self.position.step
         commit = group.record.commit
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
@@ -274,6 +277,27 @@ class TrainingLoop:
             group.record.begin_anew(self.position.step)
         else:
             group.watch.enter("step", timeout_s, step=self.position.step)
+
+    def undo_options(self) -> None:
+        """Undo what code has changed in options of optimizers since a copy was restored, and say so. A resume runs this
+        code again, which stands before the first batch, and the copy already holds its changes. All ranks call this."""
+        if changed := self.tracked.changed_options(undo=True):
+            self.group.log.info(
+                f"track  {', '.join(changed)}, by code that a resume runs again: undone, because the checkpoint has "
+                "the change of the first time"
+            )
+
+    def warn_of_options(self) -> None:
+        """Warn once if the body of a loop has changed options of optimizers after its step."""
+        if self._late_options or self.step_number == self.loop.began_at or self.loop.fetched:
+            return
+        if changed := self.tracked.changed_options():
+            self._late_options = True
+            if self.is_main:
+                self.group.log.warning(
+                    f"track: {', '.join(changed)}, after the block of job.step: a resume here would lose the change. "
+                    "Move it into the block, or above the forward pass if it depends only on job.step_number"
+                )
 
     def reseed(self) -> None:
         """Seed all random numbers from the step, the batches fetched since, and the rank. Then copies need no state."""
