@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rankup.errors import UserError
+from rankup.loop.batches import Source
 from rankup.loop.passes import Batches
 from rankup.seeds import derive_seed
 
@@ -26,6 +27,10 @@ class Cycle:
     def weight(self) -> float:
         """`job.weight` for the newest batch of this cycle, if a loop reads several loaders together."""
         return self._batches.weight
+
+    @property
+    def source(self) -> Source:
+        return self._batches.source
 
     def __iter__(self) -> "Cycle":
         return self

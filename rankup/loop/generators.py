@@ -124,7 +124,7 @@ def _state(generator: Any) -> Any:
     return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
     """Return whether `value` is a generator that can be seeded, and not one of the global ones."""
     if isinstance(value, random.Random):
         return value is not random._inst and not isinstance(value, random.SystemRandom)
@@ -144,7 +144,7 @@ def _find(parts: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, PLAIN) or id(value) in seen:
             continue
         seen.add(id(value))
-        if _is_generator(value):
+        if is_generator(value):
             while path in found:  # two modules with a generator of this name
                 path += "'"
             found[path] = value
@@ -180,8 +180,7 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         except AttributeError:  # it has no value yet
             continue
     for name, names in known:
-        if _is_generator(each := names.get(name)):
-            yield name, each
+        yield from _of_variable(name, names.get(name))
 
 
 @cache
@@ -198,7 +197,7 @@ def _of_class(kind: type) -> tuple[list[tuple[str, Any]], list[tuple[str, Mappin
                 names = member.__globals__
                 known |= {(id(names), word): (word, names) for word in member.__code__.co_names
                           if not isinstance(names.get(word, each), type | ModuleType | FunctionType)}
-            elif _is_generator(member):
+            elif is_generator(member):
                 known[id(each), name] = (name, vars(each))
     return slots, [*known.values()]
 
@@ -216,5 +215,13 @@ def _of_function(path: str, function: FunctionType) -> Iterator[tuple[str, Any]]
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Iterate over the generators of its module that a function names."""
-    values = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
-    yield from ((name, value) for name, value in values if _is_generator(value))
+    for name in function.__code__.co_names:
+        yield from _of_variable(name, function.__globals__.get(name))
+
+
+def _of_variable(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Iterate over the generators in a variable of a module, which may be a dict or list of them."""
+    if is_generator(value):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        yield from (each for each in _inside(name, value) if is_generator(each[1]))

@@ -20,6 +20,7 @@ from rankup.loop.filling import KINDS, Filling, cloned, gathered
 from rankup.loop.reporting import Reporting
 from rankup.loop.settings import FORMAT, VERSIONS, Settings
 from rankup.loop.tracked import Tracked
+from rankup.loop.unkept import Flags, differing_flags
 from rankup.observe.metrics import Position
 from rankup.state import copies, memory, tree
 from rankup.state.copies import STATE, Content, list_copies, step_of, to_json
@@ -115,6 +116,9 @@ class Saving:
         self.commit_lock = CommitLock(position, group.device, alone=group.world_size == 1)
         copies.on_write[:] = [group.record.note_written]
         self.about: dict[str, Any] = {}
+        self._flags: Flags = {}  # of the newest step that looked at them, which was in this epoch
+        self.flags_epoch = -1
+        self._flags_before: Flags | None = None  # in the copy from which this attempt resumed, until it has compared
         self.loader_states: list[Any] = []
         self._frozen = 0  # what `frozen` returned before the first step
         self._filling = Filling()  # of the items that were restored so far
@@ -215,9 +219,20 @@ class Saving:
                     f"track: {name} must get the parameters in the same order as in {newest.path}, got another order "
                     f"or others: a parameter would continue with the state of another one. {WAY_OUT}"
                 )
+        self._flags_before = newest.record.get("flags")
         self.group.log.info(f"resumed from {self.run.words}")
         self.say_changed("world size", newest.record["world_size"], self.group.world_size)
         self.say_changed("torch", newest.record["versions"]["torch"], VERSIONS["torch"])
+
+    def note_flags(self, epoch: int) -> None:
+        """Note which parameters and modules train, and say if this is not as in the copy from which the run resumed."""
+        self._flags, self.flags_epoch = self.tracked.flags(), epoch
+        before, self._flags_before = self._flags_before, None
+        if before is not None and self.group.is_rank0 and (changed := differing_flags(before, self._flags)):
+            self.group.log.warning(
+                f"track: {changed}. A resume does not run the code of earlier epochs and steps again: let the script "
+                "freeze or unfreeze by `if epoch >= 3`, not by `if epoch == 3`. If this step changes it, all is well"
+            )
 
     def say_changed(self, what: str, before: Any, now: Any) -> None:
         """If `what` is not as in the previous attempt, log it, and that the last bits of the weights will differ."""
@@ -310,7 +325,7 @@ class Saving:
             "versions": VERSIONS, "run": run.lineage.run, "attempt": run.mark, "lineage": run.lineage.values(),
             "written_by": f"rank {group.rank} on {group.hosts[group.rank]}", **self.about,
             "options": self.tracked.options, "built": self.tracked.built(),
-            **({"world_sizes": self.ranks} if self.ranks else {}),
+            **({"world_sizes": self.ranks} if self.ranks else {}), "flags": self._flags,
         })
 
     def stopped(self) -> str:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rankup.errors import UserError
+from rankup.loop.unkept import LOOKS
 from rankup.observe.stragglers import COMPUTE, WAITING
 
 EARLY_LOG_EVERY = 10  # steps between lines until step `log_every_steps`, so that short or slow loops show a loss too
@@ -42,6 +43,8 @@ class Step:
             line = job.reporting.line(number, values, weight=self._loop.weight)
         if tracked.shared or line is not None:
             self._clock.mark(WAITING)
+        if line is not None or self._loop.epoch != job.saving.flags_epoch:
+            job.saving.note_flags(self._loop.epoch)
         self._line, self.inside = line, True
         # The exchanges are over: a rank that gets here finishes its step, even if other ranks die meanwhile
         self._commit_lock.__enter__()
@@ -77,6 +80,8 @@ class Step:
         job, run = self._job, self._job.run
         job.enter_step()
         self._tracked.check_kept()
+        if step <= job.progress.first_step + LOOKS and job.is_main:
+            job.look_for_unkept()
         if self._line is not None:
             job.reporting.metrics.write(self._line)
         if self._loop.running[-1:] != ["steps"]:  # otherwise the next pass of job.steps does this

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from rankup.errors import UserError
 from rankup.loop.changes import options_of
 from rankup.loop.filling import KINDS, Filling, cloned, gathered, kinds_of, laid_out, load_optimizer, mapped
+from rankup.loop.unkept import Flags, flags_of
 from rankup.state.saver import check_devices
 from rankup.state.tree import ITEM, TensorFile, encode, place_of
 
@@ -294,6 +295,10 @@ class Tracked:
             paths = [[self._paths.get(id(each), "") for each in group["params"]] for group in item.param_groups]
             found[name] = [_class_of(item), hashlib.sha256(json.dumps(paths).encode()).hexdigest()[:16]]
         return found
+
+    def flags(self) -> Flags:
+        """Return which parameters and modules train, see `flags_of`."""
+        return flags_of({name: self.items[name] for name in self._names}, self._names)
 
     def left_out(self) -> list[torch.Tensor]:
         """Return the parameters that no copy holds, because they are not trained."""

@@ -18,6 +18,7 @@ from rankup.loop.saving import Saving
 from rankup.loop.settings import Settings
 from rankup.loop.step import Step
 from rankup.loop.tracked import Tracked
+from rankup.loop.unkept import Unkept
 from rankup.observe.metrics import Position
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
@@ -48,6 +49,7 @@ class TrainingLoop:
         self._cycles: dict[int, Cycle] = {}  # by id of the loader
         self._begun = self.repeats_calls = self._late_options = False
         self._step = Step(self)
+        self._unkept = Unkept(self.tracked.items, group.log.warning)
 
     @property
     def epoch(self) -> int:
@@ -298,6 +300,10 @@ class TrainingLoop:
                     f"track: {', '.join(changed)}, after the block of job.step: a resume here would lose the change. "
                     "Move it into the block, or above the forward pass if it depends only on job.step_number"
                 )
+
+    def look_for_unkept(self) -> None:
+        sources = [each.source for each in self._batches.values()] + [each.source for each in self._cycles.values()]
+        self._unkept.look([own for each in sources for own in (each.orders, each.content)])
 
     def reseed(self) -> None:
         """Seed all random numbers from the step, the batches fetched since, and the rank. Then copies need no state."""

@@ -295,6 +295,7 @@ import functools, os, random, numpy, torch, rankup
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 in_module = numpy.random.default_rng(0)
+in_variable = {'of the module': random.Random(0)}
 
 class Crop:
     __slots__ = ('rng',)
@@ -327,7 +328,7 @@ class Samples(Dataset):
 
 class FromModule(Samples):
     def __getitem__(self, index):
-        return index + in_module.random()
+        return index + in_module.random() + in_variable['of the module'].random()
 
 class Stream(IterableDataset):
     def __init__(self, rng):

@@ -1,0 +1,89 @@
+"""What changes during training and is in no copy: one line says that a resume can't restore it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.job.test_loop import ran
+from tests.rigs.fork_server import Forks
+
+LOOP = """
+import os, random, signal, numpy, torch, rankup
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(4, 4), nn.Linear(4, 1), nn.Dropout(0.0)
+        self.first, self.second = KINDS
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.register_buffer("kept", torch.zeros(()))
+    def forward(self, x):
+        FORWARD
+        return self.b(self.drop(self.a(x * self.mask)))
+
+job, main, never = rankup.init("run", tensorboard=False), random.Random(0), random.Random(1)
+model = Net()
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+job.track(model=model, sgd=sgd)
+for epoch in job.epochs(4):
+    EPOCH
+    for x in job.batches(torch.utils.data.DataLoader(torch.arange(32.0).reshape(8, 4) / 40, batch_size=2)):
+        LOOPS
+        loss = model(x).square().mean()
+        sgd.zero_grad()
+        loss.backward()
+        with job.step():
+            sgd.step()
+        if job.step_number == int(os.environ.get("STOP", -1)):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not job.group.stop.requested:
+                pass
+    model.eval()  # an evaluation
+    model.train()
+    AFTER
+job.finish()
+"""
+
+
+def script(**parts: str) -> str:
+    text = LOOP.replace("KINDS", "torch.Generator(), numpy.random.default_rng(0)")
+    for name in ("FORWARD", "EPOCH", "LOOPS", "AFTER"):
+        text = text.replace(name, parts.get(name.lower(), "pass"))
+    return text
+
+
+@pytest.mark.parametrize(("parts", "named"), [
+    ({"forward": "x = x + torch.rand((), generator=self.first)"}, ["generator model.first"]),
+    ({"forward": "x = x + self.second.random()"}, ["generator model.second"]),
+    ({"loops": "x = x + main.random()"}, ["generator main"]),
+    ({"forward": "self.mean = 0.9 * self.mean + 0.1 * x.mean()"}, ["buffer model.mean"]),
+    ({"forward": "self.mean.add_(1), self.kept.add_(1)", "loops": "main.random()"},
+     ["generator main", "buffer model.mean"]),
+    ({"loops": "main = random.Random(job.step_number); x = x + main.random() + torch.rand(())"}, []),
+    ({}, []),
+])
+def test_state_that_no_copy_holds_is_said_once(
+    parts: dict[str, str], named: list[str], forks: Forks, tmp_path: Path
+) -> None:
+    output = ran(forks, tmp_path, script(**parts))
+    assert output.count("changes in each step, and no checkpoint holds it") == len(named)
+    assert all(f"track: the {each} changes in each step" in output for each in named)
+
+
+@pytest.mark.parametrize(("epoch", "said"), [
+    ("if epoch == 0: model.a.requires_grad_(False)", "model has 4 parameters with requires_grad and had 2 in the"),
+    ("if epoch == 1: model.drop.eval(); model.a.eval()", ""),  # the evaluation at the end of this epoch sets them back
+    ("if epoch == 1: model.train = lambda on=True: model; model.drop.training = False",
+     "model has 4 modules in training mode and had 3 in the checkpoint"),
+    ("model.a.requires_grad_(epoch == 0)", ""),
+])
+def test_resume_that_trains_other_parameters_or_modules_says_so(
+    epoch: str, said: str, forks: Forks, tmp_path: Path
+) -> None:
+    output = ran(forks, tmp_path, script(epoch=epoch), code=143, STOP="10")
+    assert "in the checkpoint" not in output
+    output = ran(forks, tmp_path, script(epoch=epoch))
+    assert ("track: model has" in output) == bool(said)
+    assert said in output
