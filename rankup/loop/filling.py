@@ -162,12 +162,18 @@ class Filling:
         if (shared := self._put.get(place_of(value))) is not None:
             return shared if shared.requires_grad == ("trained" in kind) else shared.detach()
         whole = getattr(value, "whole", None)
+        known = self._put.get(place_of(whole)) if whole is not None and not kind else None
+        if known is not None and known.stride() == whole.stride():  # the loop has put the view here
+            view = _view_in(known.detach(), value)
+            live = live if is_tensor == place_of(view) else view
+            self._note(live, value)
+            return live
         free = is_tensor and is_tensor not in self._got
         if free and (live.shape, live.dtype) == (value.shape, value.dtype):
             self._copy(live, value)
         elif free and live.requires_grad and live.is_leaf:  # an optimizer may hold it
             raise ValueError(f"{path[:-1]} is {described(value)} there, {described(live)} here")
-        elif whole is not None and not kind:
+        elif whole is not None and not kind and known is None:
             live = _view_in(self._fill_tensor(None, whole, path).detach(), value)
             self._note(live, value)
         else:

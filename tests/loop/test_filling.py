@@ -222,15 +222,25 @@ def test_optimizer_whose_tensors_are_views_of_others_continues_exactly(from_copy
     assert repr(whole.state_dict()) == repr(resumed.state_dict())
 
 
-def test_views_that_the_loop_has_put_into_a_dict_stay_views() -> None:
+@pytest.mark.parametrize("begins", [{}, {"row": torch.zeros(2)}, {"row": torch.zeros(3)}])
+def test_views_that_the_loop_has_put_into_a_dict_stay_views(begins: dict[str, torch.Tensor]) -> None:
     tracked = tracking(extra=(extra := {"held": (held := torch.zeros(2, 2))}))
     extra |= {"part": (memory := torch.arange(4.0))[1:3], "memory": memory, "row": held[1]}
-    found: dict[str, Any] = {"held": torch.ones(2, 2)}
+    found: dict[str, Any] = {"held": torch.ones(2, 2)} | begins
     tracking(extra=found).load(saved(tracked))
     for each in (extra, found):
         each["memory"] += 5
         each["held"] += 3
     assert repr(found) == repr(extra)
+
+
+def test_slice_of_a_tensor_that_has_another_memory_format_now_has_its_values() -> None:
+    first, second = nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+    found: dict[str, Any] = {}
+    tracked = tracking(model=first, extra=(extra := {"row": None}))
+    extra["row"] = first.weight.detach()[1]
+    tracking(model=second, extra=found).load(saved(tracked))
+    assert torch.equal(found["row"], first.weight[1])
 
 
 def test_tensor_among_an_optimizers_options_keeps_only_its_own_memory() -> None:
