@@ -161,7 +161,7 @@ class Filling:
         device, kind = self._kinds.get(path) or kinds_of(value).get("") or ["cpu", ""]
         if (shared := self._put.get(place_of(value))) is not None:
             return shared if shared.requires_grad == ("trained" in kind) else shared.detach()
-        whole = getattr(value, "whole", None)
+        whole: Any = getattr(value, "whole", None)
         known = self._put.get(place_of(whole)) if whole is not None and not kind else None
         if known is not None and known.stride() == whole.stride():  # the loop has put the view here
             view = _view_in(known.detach(), value)

@@ -45,6 +45,8 @@ class Step:
             self._clock.mark(WAITING)
         if line is not None or self._loop.epoch != job.saving.flags_epoch:
             job.saving.note_flags(self._loop.epoch)
+            if self._loop.has_epochs and not (self._loop.streams or self._loop.running):
+                job.warn_of_own_batches()
         self._line, self.inside = line, True
         # The exchanges are over: a rank that gets here finishes its step, even if other ranks die meanwhile
         self._commit_lock.__enter__()

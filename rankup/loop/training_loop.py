@@ -47,7 +47,7 @@ class TrainingLoop:
         self._batches: dict[int, Batches] = {}  # by id of the loader, for loaders used in this epoch or the last one
         self._wrappers = trained.Wrappers(group, self.tracked, self.clock)
         self._cycles: dict[int, Cycle] = {}  # by id of the loader
-        self._begun = self.repeats_calls = self._late_options = False
+        self._begun = self.repeats_calls = self._late_options = self._own_batches = False
         self._step = Step(self)
         self._unkept = Unkept(self.tracked.items, group.log.warning)
 
@@ -300,6 +300,16 @@ class TrainingLoop:
                     f"track: {', '.join(changed)}, after the block of job.step: a resume here would lose the change. "
                     "Move it into the block, or above the forward pass if it depends only on job.step_number"
                 )
+
+    def warn_of_own_batches(self) -> None:
+        """Warn once of steps in an epoch that reads no loader of `job.batches`."""
+        if self.is_main and not self._own_batches:
+            self._own_batches = True
+            self.group.log.warning(
+                "epochs: a step took no batch from job.batches. A resume does not know how far the epoch was: it "
+                "begins the epoch anew, and the weights differ. Write `for x in job.batches(loader)`, or, without a "
+                "loader, `for step in job.steps(total)`"
+            )
 
     def look_for_unkept(self) -> None:
         sources = [each.source for each in self._batches.values()] + [each.source for each in self._cycles.values()]

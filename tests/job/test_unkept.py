@@ -87,3 +87,21 @@ def test_resume_that_trains_other_parameters_or_modules_says_so(
     output = ran(forks, tmp_path, script(epoch=epoch))
     assert ("track: model has" in output) == bool(said)
     assert said in output
+
+
+@pytest.mark.parametrize(("inner", "said"), [
+    ("for x in loader:", 1), ("for x in [1.0]:", 1), ("for x in job.batches(loader):", 0),
+    ("for x in job.steps(9):", 0),
+])
+def test_epoch_whose_batches_a_resume_cannot_find_is_said(inner: str, said: int, forks: Forks, tmp_path: Path) -> None:
+    output = ran(forks, tmp_path, f"""
+import rankup
+job, count, loader = rankup.init("run", tensorboard=False), {{"n": 0}}, [1.0, 2.0]
+job.track(count=count)
+for epoch in job.epochs(3):
+    {inner}
+        with job.step():
+            count["n"] += 1
+job.finish()
+""")
+    assert output.count("epochs: a step took no batch from job.batches. A resume does not know how far") == said
