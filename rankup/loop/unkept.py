@@ -22,7 +22,7 @@ class Unkept:
 
     def __init__(self, items: dict[str, Any], say: Callable[[str], None]) -> None:
         self._items, self._say, self._left = items, say, LOOKS
-        self._seen: dict[str, tuple[Any, Any]] = {}  # by path: the object, and what it was after the step before
+        self._seen: dict[str, tuple[Any, Any]] = {}  # by path: what it was after the step before
 
     def look(self, seeded: Iterable[Generators]) -> None:
         """Call this after each step. `seeded`: generators that rankup seeds."""
@@ -42,9 +42,11 @@ class Unkept:
                     "torch, numpy.random or random"
                 )
         for path, buffer in _unsaved(modules):
-            before = self._seen.get(path)
-            self._seen[path] = (None, buffer.detach().clone())
-            if before and before[1].shape == buffer.shape and not torch.equal(before[1], buffer):
+            # NaN is equal to itself in these
+            bits = buffer.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).clone()
+            shape, before = self._seen.get(path, (buffer.shape, bits))
+            self._seen[path] = buffer.shape, bits
+            if shape == buffer.shape and not torch.equal(before, bits):
                 self._say(
                     f"track: the buffer {path} changes in each step, and no checkpoint holds it, because it has "
                     "persistent=False: after a resume it begins anew, and the weights may differ"
@@ -58,12 +60,14 @@ class Unkept:
 
 
 def _unsaved(modules: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Iterate over the buffers of modules that no state_dict holds, with their paths."""
+    """Iterate over the plain buffers of modules that no state_dict holds, with their paths."""
     for name, module in modules.items():
         for path, each in module.named_modules():
             for key in each._non_persistent_buffers_set:
-                buffer = each._buffers.get(key)
-                if buffer is not None and not hasattr(buffer, "to_local") and buffer.nbytes <= LARGE_BYTES:
+                buffer: Any = each._buffers.get(key)
+                usual = type(buffer) is torch.Tensor and buffer.layout is torch.strided
+                odd = usual and (buffer.is_quantized or buffer.is_nested or buffer.device.type == "meta")
+                if usual and not odd and buffer.nbytes <= LARGE_BYTES:
                     yield ".".join(filter(None, (name, path, key))), buffer
 
 

@@ -19,6 +19,9 @@ class Net(nn.Module):
         self.register_buffer("mean", torch.zeros(()), persistent=False)
         self.register_buffer("mask", torch.ones(4), persistent=False)
         self.register_buffer("kept", torch.zeros(()))
+        for kind in (torch.eye(2).to_sparse(), torch.tensor([float("nan")]), torch.empty(0), torch.tensor(True),
+                     torch.eye(2, device="meta"), torch.eye(2).to(torch.float8_e5m2).t(), (torch.ones(2) + 1j).conj()):
+            self.register_buffer(f"other{len(self._buffers)}", kind, persistent=False)
     def forward(self, x):
         FORWARD
         return self.b(self.drop(self.a(x * self.mask)))
