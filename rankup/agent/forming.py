@@ -40,6 +40,7 @@ class Seat:
     finished: set[int] = field(default_factory=set)  # its ranks that have ended with 0
     unfit: str = ""  # why it can't be in the next membership
     leaves: bool = False  # whether it was asked to leave
+    state: int = 0  # the newest membership whose state its ranks have had
 
     @property
     def node(self) -> Node:
@@ -176,7 +177,7 @@ class Forming:
         voters = set(self.basis.voters) - leaving
         stay = sum(token in voters for token in self.basis.used)
         enough = limits.least if waited else min(limits.most if is_first else max(limits.least, stay), limits.most)
-        if len(fit) < enough or self._outvoted():
+        if len(fit) < enough or self._lacking():
             return []
         order = {token: place for place, token in enumerate(self.basis.used, 1)} | {self.me.token: 0}
         fit.sort(key=lambda seat: (order.get(seat.member.token, math.inf), seat.claim.start))
@@ -186,7 +187,7 @@ class Forming:
         """Return this leader and others of `fit`, as many as may be, among them nodes that have the state of the last
         finished step. Return [] while such nodes are here, but import torch or have no room."""
         # Nobody knows which of these trained last, so one of each is needed
-        trained = [set(used) for _, _, used in self.basis.electorates]
+        trained = [set(used) for _, _, used in self.basis.electorates] + [self._holders()]
         picked = [seat for seat in fit if seat.member.token == self.me.token]
         for tokens in trained:
             keepers = [seat for token, seat in self.by_token.items() if token in tokens and not seat.unfit]
@@ -202,8 +203,14 @@ class Forming:
         chosen = {*picked, *others[:most - len(picked)]}
         return [seat for seat in fit if seat in chosen]
 
-    def _outvoted(self) -> str:
-        return outvoted(self.basis, self._here(), shared=self.rules.shared)
+    def _lacking(self) -> str:
+        """Return why those that are here must not go on, or ""."""
+        lost = f"none of the nodes here has the state of membership {self.basis.state}"
+        return outvoted(self.basis, self._here(), shared=self.rules.shared) or lost * (not self._holders())
+
+    def _holders(self) -> set[str]:
+        """Return who has the state that the last membership restored, or a newer one."""
+        return {token for token in self._here() if self.by_token[token].state >= self.basis.state}
 
     def _here(self) -> set[str]:
         """Return who may vote. A node that leaves may not: it is asked for nothing, and may find another leader."""
@@ -234,7 +241,7 @@ class Forming:
             self._late |= dict.fromkeys(seat for seat in self.seats.values() if not seat.unfit)
             self._next = replace(
                 self._next, job=self.basis.job, voters=tuple(node.token for node in known),
-                before=tuple(self.basis.electorates),
+                before=tuple(self.basis.electorates), state=max(seat.state for seat in seats),
             )
         self._spread("propose", self._next, self._late, n=n)
 
@@ -385,7 +392,7 @@ class Forming:
         else:
             here = [seat for seat in self.seats.values() if not seat.unfit]
             cold = sum(not seat.warm for seat in here)
-            text = self._outvoted() or f"{len(here)} of at least {self.rules.limits.least} nodes are here"
+            text = self._lacking() or f"{len(here)} of at least {self.rules.limits.least} nodes are here"
             text += f", {cold} of them still importing torch" if cold else ""
         lost = "; ".join(f"{seat.member.who}: {seat.unfit or seat.lost}" for seat in [*self._lost.values()][:4])
         return text + (f" (lost: {lost})" if lost else "")

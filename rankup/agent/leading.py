@@ -147,8 +147,12 @@ class Leading(Forming):
             self._remove(earlier, "its connection was cut")
         age = tuple(hello["age"])
         if self.rules.limits is not None and self._is_news(age, hello["before"]):
-            # If a membership runs here, others have gone on without it. Its end is noticed soon
-            if not self.running and self._shows not in self._callers:
+            if self.running:
+                # If others have gone on without the membership that runs here, its end is noticed soon. But if all its
+                # members are still here, the newcomer's proposal was in vain, and the next one must know its voters
+                if all(seat.heard_s > caller.came_s for seat in self._members):
+                    self._change()
+            elif self._shows not in self._callers:
                 self._shows = link
                 self._emit(Send((link,), {"is": "show"}))
             return None
@@ -171,7 +175,8 @@ class Leading(Forming):
             return None
         # Members on the leader's machine connect by loopback, which others can't use, see `_propose`
         age, now_s = tuple(hello["age"]), self.now_s
-        seat = Seat(link, member, member.ranks, now_s, now_s, hello.get("warm") is not False, age, age)
+        seat = Seat(link, member, member.ranks, now_s, now_s, hello.get("warm") is not False, age, age,
+                    state=hello["state"])
         if text := self._differs(member):
             return self._turn_away(link, member, text, code=USER_MISTAKE)
         self._callers.pop(link, None)
@@ -275,7 +280,7 @@ class Leading(Forming):
     def _take(self, seat: Seat, message: Mapping[str, Any]) -> None:
         kind = message["is"]
         if kind == "alive":
-            seat.warm = message.get("warm") is not False
+            seat.warm, seat.state = message.get("warm") is not False, message.get("state") or 0
             seat.heartbeat_s, seat.heartbeats = seat.heard_s, message.get("ranks") or []
         elif kind == "ready":
             self._ready(seat, message)
@@ -289,7 +294,7 @@ class Leading(Forming):
         elif kind == "leaving":
             self._let_go(seat)
         elif kind == "left":  # the node's ranks have ended for good, and it has no vote from now on
-            self._renew(without(self.basis, seat.member.token))
+            self._renew(without(self.basis, seat.member.token, heirs=tuple(node.token for node in self._known())))
         elif kind == "cannot":
             self._cannot(seat, message)
         elif kind == "lost" or message.get("n", self._formed) != self._formed:

@@ -99,6 +99,7 @@ class Meeting:
         self._warm = False  # whether the fork server has imported torch already, so that ranks start at once
         self._asked_stop = 0, 0  # the last membership whose ranks were asked to stop, and before which step
         self._started = 0  # the last membership that this node has heard committed
+        self._state = 0  # the last one whose state its ranks have had
         self._addresses: dict[str, Address] = {}  # each node's last address; a restarted agent may listen there
         self._called = 0
         self._elsewhere: Address | None = None  # where an agent said that it leads
@@ -189,19 +190,27 @@ class Meeting:
 
     def _say(self, message: Mapping[str, Any]) -> None:
         """Say something to the leader, if there is one."""
-        if message["is"] == "alive":
-            self._warm = bool(message["warm"])
-        if message["is"] == "resign":  # this node leaves
+        kind = message["is"]
+        ranks = message["ranks"] if kind == "alive" else [message] if kind == "end" else ()
+        if any(rank.get("step") for rank in ranks):  # a rank that has begun a step has the state
+            self._state = self._started
+        if kind == "alive":
+            self._warm, message = bool(message["warm"]), {**message, "state": self._state}
+        if kind == "resign":  # this node leaves
             self._over = True
             self._stop_leading()
         elif self._link == LOCAL:
             self._local.append((True, message))
-        elif self._link is not None and (message["is"] != "ready" or message["n"] == self.basis.n):
+        elif self._link is not None and (kind != "ready" or message["n"] == self.basis.n):
             self._out.append(Send((self._link,), message))
 
     # Leading ----------------------------------------------------------------------------------------------------------
 
+    def _note_addresses(self) -> None:
+        self._addresses |= {node.name.partition(" on ")[0]: node.address for node in self.basis.known}
+
     def _lead(self) -> None:
+        self._note_addresses()  # of newcomers too, which perhaps only a change of voters has named
         self.leading = Leading(self.me, self.rules, self.basis, self.now_s, self._emit)
         self._hang_up()
         self.me = replace(self.me, ip=self._chosen_ip or "127.0.0.1")
@@ -305,7 +314,7 @@ class Meeting:
         if is_newer:
             self.basis = basis
         if kind != "basis":
-            self._addresses |= {node.name.partition(" on ")[0]: node.address for node in basis.known}
+            self._note_addresses()
         if kind == "propose":
             if is_newer:
                 self._out.append(Hear(self._proposal(basis)))
@@ -517,7 +526,8 @@ class Meeting:
 
     def _hello(self) -> dict[str, Any]:
         basis = self.basis
-        return {"is": "hello", **vars(self.me), "age": list(basis.age), "before": basis.numbers, "warm": self._warm}
+        return {"is": "hello", **vars(self.me), "age": list(basis.age), "before": basis.numbers, "state": self._state,
+                "warm": self._warm}
 
 
 def _no_leader(address: Address | None) -> str:

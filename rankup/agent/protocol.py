@@ -5,16 +5,17 @@ to the leader until the job ends. `rankup.agent.meeting` says how they meet.
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, warm; age and before: of the      | leader(over, ...): the first message on a connection, see  |
-|   newest `votes.Basis` that it knows               |   `leading.knowledge`; over: why it takes no members, or ""|
+| hello: a Member, warm, state; age and before: of   | leader(over, ...): the first message on a connection, see  |
+|   the newest `votes.Basis` that it knows           |   `leading.knowledge`; over: why it takes no members, or ""|
 | leads(..., port): instead of hello, from another   | show: your basis is newer than mine                        |
 |   leader of an elastic job, whose number of nodes  | propose(n, basis)                                          |
 |   may change; port 0: from a member without leader | commit(n, basis, port, job, restarts, why, store, again,   |
 | shown(basis): answers show                         |   change): port is where rank 0's store listens            |
-| alive(ranks, warm): a heartbeat. ranks: see        | basis(basis): this membership's basis has new voters       |
-|   `Record.heartbeat`; warm: torch is imported      | spare(basis): wait, the job runs without you               |
-| has(age): of the newest basis that I know           | alive: a heartbeat                                         |
-| lacks: I don't have the basis that you changed     | lost(n, ranks, host, why, node): membership n is over. node|
+| alive(ranks, warm, state): a heartbeat. ranks: see | basis(basis): this membership's basis has new voters       |
+|   `Record.heartbeat`; warm: torch is imported;     | spare(basis): wait, the job runs without you               |
+|   state: the newest membership whose state I have  | alive: a heartbeat                                         |
+| has(age), lacks: the newest basis that I know; I   |                                                            |
+|   don't have the one that you changed              | lost(n, ranks, host, why, node): membership n is over. node|
 | ready(n, problem): my ranks have ended, and the    |   says that the whole node of these ranks is lost          |
 |   route to the next member works if problem is ""  | stop(signal, change), notice                               |
 | standing: see `votes.StopAgreement`                | prepare, confirm                                           |
@@ -51,7 +52,7 @@ AGE = (INT, INT, INT, NAME)
 TOKENS = [(str, INT, INT)]
 BASIS: dict[str, Any] = {  # see `votes.Basis.pack`
     "n": INT, "v": INT, "by": NAME, "job": JOB, "used": TOKENS, "voters": TOKENS, "left": bool,
-    "before": [(INT, TOKENS, TOKENS)], "same_arguments": bool,
+    "state": INT, "before": [(INT, TOKENS, TOKENS)], "same_arguments": bool,
     "known": {
         "from?": AGE, "gone": [INT],
         "more": [(NAME, str, range(65536), range(65536), NAME, range(2**63), range(1, 2**63))],
@@ -68,10 +69,11 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "hello": {
         "token": NAME, "first_rank": range(2**63), "num_ranks": INT, "world_size": INT, "host": NAME, "pid": INT,
         "left_s": float, "restarts": INT, "ip": NAME, "port": range(65536), "serves": range(65536), "settings": dict,
-        "age": AGE, "before": [INT], "warm?": bool,
+        "age": AGE, "before": [INT], "state": INT, "warm?": bool,
     },
     "leads": {**KNOWLEDGE, "port": range(65536)}, "shown": {"basis": BASIS}, "has": {"age": AGE},
-    "ready": {"n": INT, "problem": str}, "alive": {"ranks?": [{"rank": INT, "ago_s": float}], "warm?": bool},
+    "ready": {"n": INT, "problem": str},
+    "alive": {"ranks?": [{"rank": INT, "ago_s": float}], "warm?": bool, "state?": INT},
     "standing": {"n": INT, "stop": INT, "step": INT}, "cannot": {"code": range(1, 256), "text": str},
     "ending": {"n": INT, **END}, "end": {"n?": INT, **END}, "stop": {"signal": SIGNALS},
 }

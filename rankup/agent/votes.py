@@ -5,6 +5,9 @@ Each proposal carries a basis, which says who may form the next membership: a ma
 elsewhere, and it has the state. All voters, spares included, get a proposal before its commit. Nobody knows whether a
 proposal was committed, so the same holds for each of the memberships `before` it: until a proposal is committed, or
 until majorities of both groups know that a spare came or left (Raft's joint consensus).
+
+A spare that takes a lost node's place has the state only once it is restored. Until then it can't go on alone: each
+proposal needs a node that has the state of membership `state`, or of a newer one.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -44,7 +47,8 @@ class Basis:
     leaders that are cut apart may use the same number. `known`: all members in the order in which they would lead:
     those in use by rank, then spares. `used`, `voters`: tokens. `before`: number, voters and nodes in use of each
     membership that may still be the newest for others; no nodes if one of them has left. `left`: a node in use has left
-    for good, after its ranks had ended. `same_arguments`: all nodes began with equal arguments."""
+    for good, after its ranks had ended. `same_arguments`: all nodes began with equal arguments. `state`: the membership
+    whose state the ranks of this one restore; 0 if nodes know of none, or if the disk has it."""
 
     n: int = 0
     v: int = 0
@@ -56,6 +60,7 @@ class Basis:
     before: tuple[tuple[int, Tokens, Tokens], ...] = ()
     left: bool = False
     same_arguments: bool = False
+    state: int = 0
 
     @property
     def age(self) -> Age:
@@ -104,7 +109,7 @@ class Basis:
         return {
             "n": self.n, "v": self.v, "by": self.by, "job": self.job, "known": known, "used": _runs(self.used, index),
             "voters": _runs(self.voters, index), "left": self.left, "same_arguments": self.same_arguments,
-            "before": [[n, _runs(voters, index), _runs(used, index)] for n, voters, used in self.before],
+            "state": self.state, "before": [[n, _runs(voters, index), _runs(used, index)] for n, voters, used in self.before],
         }
 
     @staticmethod
@@ -124,7 +129,7 @@ class Basis:
             packed["n"], packed["v"], packed["by"], packed["job"], nodes, _tokens(packed["used"], nodes),
             _tokens(packed["voters"], nodes),
             tuple((n, _tokens(voters, nodes), _tokens(used, nodes)) for n, voters, used in packed["before"]),
-            packed["left"], packed["same_arguments"],
+            packed["left"], packed["same_arguments"], packed["state"],
         )
 
 
@@ -181,13 +186,15 @@ def claims(basis: Basis, here: Collection[str]) -> set[int]:
     return {n for n, voters, _ in basis.electorates if voters and not is_majority(here, voters)}
 
 
-def without(basis: Basis, token: str) -> Basis:
-    """Return the basis after a node has left: its ranks have ended for good, and it loses its vote."""
+def without(basis: Basis, token: str, *, heirs: Tokens) -> Basis:
+    """Return the basis after a node has left: its ranks have saved and ended for good, and it loses its vote. After
+    the last voter, the `heirs` vote: without them, any two newcomers could go on apart."""
     (_, voters, _), *before = [
         (n, tuple(one for one in voters if one != token), () if token in used else used)
         for n, voters, used in basis.electorates
     ]
-    return replace(basis, voters=voters, before=tuple(before), left=basis.left or token in basis.used)
+    more = {"left": True, "state": 0} if token in basis.used else {}
+    return replace(basis, voters=voters or heirs, before=tuple(before), **more)
 
 
 def merge(one: Basis, other: Basis) -> Basis:
@@ -197,7 +204,7 @@ def merge(one: Basis, other: Basis) -> Basis:
     newer, older = sorted((one, other), key=lambda each: each.age)[::-1]
     if newer.follows == older.follows and newer.by != older.by:
         more = [each for each in older.electorates if each not in newer.electorates]
-        newer = replace(newer, before=(*more, *newer.before))
+        newer = replace(newer, before=(*more, *newer.before), state=max(newer.state, older.state))
     return newer
 
 

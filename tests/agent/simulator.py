@@ -97,7 +97,8 @@ class Host:
         self.tick_at = 0.0
         self.token = ""
         self.done = 0  # the last step that its ranks finished
-        self.begun = 0
+        self.begun = self.since = 0  # the step that its ranks have begun; the one that they have restored
+        self.restored = False
         self.runs = 0  # the membership whose ranks run here
         self.used: tuple[str, ...] = ()
         self.stop, self.confirmed, self.change = sys.maxsize, sys.maxsize, False
@@ -112,6 +113,7 @@ class Host:
         self.token = f"{self.number}.{self.life}"
         self.frozen, self.inbox, self.wires = False, [], {}
         self.runs = self.ready = self.started = self.committed = self.begun = 0
+        self.restored = False
         self.leaves = self.over = False
         self.tick_at = 0.0  # the tick of an earlier life wakes nobody
         self.stop = self.confirmed = sys.maxsize
@@ -185,7 +187,7 @@ class Host:
         elif kind is Hear:
             self.hear(output.message)
         elif kind is Beat:
-            self.say({"is": "alive", "ranks": [], "warm": self.warm})
+            self.say({"is": "alive", "ranks": [self.heartbeat] if self.runs else [], "warm": self.warm})
         elif kind is Dial:
             self.world.dial(self, output)
         elif kind is Close:
@@ -199,6 +201,10 @@ class Host:
         elif kind is Fail:
             self.world.failed(self, output.text)
             self.exit()
+
+    @property
+    def heartbeat(self) -> dict[str, Any]:
+        return {"rank": 0, "ago_s": 0.0, "step": self.begun}
 
     def later(self, delay_s: float, event: Any) -> None:
         self.world.at(delay_s, self.receive, self.life, event)
@@ -262,8 +268,7 @@ class Host:
             if world.limits is None or self.token in basis.used:
                 if self.runs:
                     raise Violation(f"{self.token} starts ranks of {self.started} while those of {self.runs} run")
-                self.runs, self.used = self.started, basis.used
-                world.began(self, basis)
+                self.runs, self.used, self.begun, self.restored = self.started, basis.used, 0, False
         elif kind in ("lost", "gone"):
             self.leave_soon()
         elif kind == "prepare" and message["n"] == self.runs:
@@ -300,7 +305,7 @@ class Host:
             self.inbox.append((self.end_ranks, (life, n, code, told)))
             return
         self.runs = 0
-        end = End(self.used.index(self.token), self.ip, code, "", self.done, told)
+        end = End(self.used.index(self.token), self.ip, code, "", self.begun, told)
         self.say({"is": "end", "n": n, **end.entry()})
         self.answer()
 
@@ -366,7 +371,6 @@ class World:
         self.finished = self.saved = 0
         self.formed: dict[int, tuple[Any, ...]] = {}  # by number, what each membership is
         self.newest: tuple[Any, ...] = ()
-        self.starts: dict[tuple[str, int], int] = {}  # by job and membership, the step after which it goes on
         self.crashes = 0
         # Kinds of messages that draw faults from a time on, how often they do, and how many faults are left
         self.targets, self.aimed_s, self.luck, self.shots = list[str](), 0.0, 0.0, 0
@@ -530,37 +534,38 @@ class World:
         if not self.newest or basis.n > self.newest[0]:
             self.newest = what
 
-    def began(self, host: Host, basis: Any) -> None:
-        """This host starts ranks, which go on after the newest step that one of their nodes has."""
-        key = basis.job or basis.known[0].token, basis.n
-        if key not in self.starts:
-            here = [each for each in self.hosts if each.meeting is not None and each.token in basis.used]
-            start = max([each.done for each in here], default=0)
-            self.starts[key] = max(start, self.saved if self.limits is not None else self.finished)
-        host.done = host.begun = self.starts[key]
+    def restore(self, hosts: list[Host]) -> None:
+        """All ranks of a membership have met: they go on after the newest step that one of their nodes has."""
+        start = max(self.saved if self.limits is not None else self.finished, *(host.done for host in hosts))
+        for host in hosts:
+            host.restored, host.done, host.since = True, start, start
 
     def step(self) -> None:
-        """The ranks of each membership begin and finish their next step, if all of them can."""
+        """The ranks of each membership restore the state, or begin and finish their next step, if all of them can."""
         self.at(self.dice.uniform(0.1, 0.9), self.step)
         groups: dict[tuple[int, tuple[str, ...]], list[Host]] = {}
         for host in self.hosts:
             if host.runs:
                 groups.setdefault((host.runs, host.used), []).append(host)
         for (n, used), hosts in groups.items():
+            connected = not self.cut or not any((a.number, b.number) in self.cut for a in hosts for b in hosts)
+            if not all(host.restored for host in hosts):
+                if len(hosts) == len(used) and connected and not any(host.frozen for host in hosts):
+                    self.restore(hosts)
+                continue
             for host in hosts:
                 if host.frozen:
                     continue
-                if host.begun == host.done:
+                if host.begun <= host.done:
                     if host.done + 1 >= host.stop:
                         if host.confirmed == host.stop:
-                            if host.done + 1 != host.confirmed and host.done + 1 > host.confirmed:
+                            if host.done + 1 > host.confirmed and host.done > host.since:
                                 raise Violation(f"{host.token} stops after step {host.done}, not {host.confirmed - 1}")
                             self.saved = max(self.saved, host.done)
                             host.end_ranks(host.life, n, STOPPED, False)
                         continue
-                    host.begun += 1
+                    host.begun = host.done + 1
             ready = [host for host in hosts if host.runs == n and not host.frozen and host.begun == host.done + 1]
-            connected = not self.cut or not any((a.number, b.number) in self.cut for a in ready for b in ready)
             if len(ready) == len(used) and len({host.done for host in ready}) == 1 and connected:
                 self.complete(n, used, ready)
 

@@ -56,7 +56,7 @@ def test_each_half_must_claim_the_next_membership_in_a_shared_folder():
 
 
 def test_node_that_left_has_no_vote_in_the_last_memberships():
-    left = without(basis(3, 2, before=((6, ("token0", "token3"), ("token3",)),)), "token0")
+    left = without(basis(3, 2, before=((6, ("token0", "token3"), ("token3",)),)), "token0", heirs=())
     assert (left.voters, left.before, left.left) == (("token1", "token2"), ((6, ("token3",), ("token3",)),), True)
 
 
@@ -64,7 +64,19 @@ def test_node_that_left_has_no_vote_in_the_last_memberships():
 def test_others_go_on_without_a_node_that_left_only_if_it_trained_last(node: int, goes_on: bool):
     """Membership 7 was only proposed, to use 0 and 1. In 6 nodes 0 and 2 trained. Either may run elsewhere."""
     proposed = basis(5, 2, v=0, before=((6, basis(5, 2).voters, ("token0", "token2")),))
-    assert (outvoted(without(proposed, f"token{node}"), {"token3", "token4", "token9"}, shared=True) == "") == goes_on
+    assert (outvoted(without(proposed, f"token{node}", heirs=()), {"token3", "token4", "token9"}, shared=True) == "") == goes_on
+
+
+def test_newcomers_inherit_the_votes_of_the_last_nodes_that_leave():
+    """If nobody had a vote, each newcomer could go on by itself."""
+    room = Room(member(0, of=4), Limits(1, 1, wait_s=0.0))
+    own, one = room.job(2)
+    room.enter(member(2, of=4), warm=False)
+    for puppet in (one, own):
+        puppet.say("leaving")
+        puppet.say("left")
+    assert room.leader.basis.voters == ("token2",)
+    assert "0 of the 1 nodes" in outvoted(room.leader.basis, {"token3"}, shared=True)
 
 
 def test_basis_travels_as_a_difference_that_another_basis_refuses():
@@ -495,6 +507,51 @@ def test_member_that_comes_back_with_a_newer_proposal_shows_it_before_it_votes()
         assert puppet.hears("lost")["why"] == "its connection was cut"
     again.hears("show")
     again.hears_nothing()
+
+
+@pytest.mark.parametrize("all_here", [True, False])
+def test_running_job_makes_room_for_members_of_a_proposal_that_was_made_in_vain(all_here: bool):
+    """If others have committed it, members that run here are gone, and then this membership must end by itself."""
+    room = Room(member(0, of=4), Limits(2, 4, wait_s=0.0))
+    first, second = room.job(2)
+    vain = Basis(3, 0, "token9", before=((2, (), ()), (1, (), ())), job="job")
+    room.leader.basis = replace(room.leader.basis, n=2)
+    again = room.enter(member(3, of=4), knows=vain)
+    room.pass_time(2.0, first, *[second] * all_here)
+    assert room.leader.resizing == all_here
+    again.hears_nothing()
+    room.leader.lose(second.me, "nodes change")
+    room.pass_time(1.0, first, second)
+    again.hears("show")
+    again.say("shown", basis=vain.pack())
+    assert again.hears("propose")["n"] == 4
+
+
+def test_nodes_that_have_not_restored_the_state_wait_for_one_that_has_it():
+    """Both took part in the last membership, but it ended before their ranks had begun a step."""
+    room = Room(member(0, of=4), Limits(1, 2, wait_s=0.0))
+    puppets = room.job(2)
+    room.leader.basis = replace(room.leader.basis, state=5)
+    room.leader.lose(puppets[1].me, "nodes change")
+    room.pass_time(NOTICE_S + 1, *puppets)
+    all_hear("lost", puppets)
+    assert puppets[1].hears("waiting")["text"].startswith("none of the nodes here has the state of membership 5")
+    third = room.enter(member(2, of=4), state=5)
+    room.pass_time(1.0, *puppets)
+    proposed = Basis.unpack(third.hears("propose")["basis"], Basis())
+    assert (proposed.used, proposed.state) == (("token0", "token2"), 5)
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_node_has_the_state_once_a_rank_has_begun_a_step(step: int):
+    room = Room(member(0, of=2), Limits(1, 2, wait_s=0.0))
+    puppets = room.job(2)
+    room.own.say("alive", ranks=[{"rank": 0, "ago_s": 0.0, "step": step}], warm=True)
+    room.leader.lose(puppets[1].me, "nodes change")
+    room.take(Tick())
+    all_hear("lost", puppets)
+    room.agree(puppets)
+    assert room.leader.basis.state == (1 if step else 0)
 
 
 def test_second_process_with_a_rank_is_turned_away_while_the_first_is_alive():

@@ -198,7 +198,7 @@ def read_run(folder: Path) -> None:
 def frames() -> Files:
     me = Member("t1", 1, 1, 2, "node0", 1, 9.0, settings={"a": "b"})
     end = End(1, "", 1, "x", 7).entry()
-    said = [encode("hello", **asdict(me), age=(0, 0, 0, ""), before=[], warm=True), encode("shown", basis=BASIS),
+    said = [encode("hello", **asdict(me), age=(0, 0, 0, ""), before=[], state=0, warm=True), encode("shown", basis=BASIS),
             encode("has", age=(1, 1, 1, "t0")), encode("lacks"),
             encode("alive", ranks=[{"rank": 0, "ago_s": 0.1}]), encode("ready", n=1, problem=""), encode("ask"),
             encode("stop", signal="SIGTERM"), encode("standing", n=1, stop=0, step=3),
@@ -234,7 +234,7 @@ async def read_frames(data: bytes) -> None:
 
 
 BASIS = {"n": 1, "v": 0, "by": "t0", "job": "20260102T030405-ab", "used": [("", 0, 2)], "voters": [("", 0, 2)],
-         "left": False, "before": [(0, [], [("gone", 0, 0)])], "same_arguments": True,
+         "left": False, "before": [(0, [], [("gone", 0, 0)])], "same_arguments": True, "state": 0,
          "known": {"gone": [], "more": [("t1", "127.0.0.1", 1, 1, "a", 2, 2), ("t0", "127.0.0.1", 1, 1, "b", 0, 2)]}}
 
 

@@ -34,7 +34,7 @@ from rankup.agent.votes import Basis
 from rankup.env.node_env import Limits
 
 BOUND_S = 60.0  # of each asynchronous test, for a machine that is ten times as busy
-NEW = {"age": [0, 0, 0, ""], "before": []}  # what a member knows that has just started
+NEW = {"age": [0, 0, 0, ""], "before": [], "state": 0}  # what a member knows that has just started
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -158,13 +158,14 @@ class Room:
         if message["is"] not in ("alive", "leader"):
             self.sent[link].append(message)
 
-    def enter(self, me: Member, *, knows: Basis | None = None, warm: bool = True) -> Puppet:
-        """Return a puppet that has introduced itself. `knows`: the newest basis that it has."""
+    def enter(self, me: Member, *, knows: Basis | None = None, warm: bool = True, state: int = 0) -> Puppet:
+        """Return a puppet that has introduced itself. `knows`: the newest basis that it has. `state`: the newest
+        membership whose state it has."""
         link = self.meeting.new_link()
         self.take(Accepted(link, me.ip, "10.0.0.0"))
         puppet = Puppet(self, link, me)
         knows = knows or Basis()
-        puppet.say("hello", **vars(me), age=list(knows.age), before=knows.numbers, warm=warm)
+        puppet.say("hello", **vars(me), age=list(knows.age), before=knows.numbers, state=state, warm=warm)
         return puppet
 
     def all(self, count: int = 3) -> list[Puppet]:
