@@ -109,7 +109,8 @@ class Basis:
         return {
             "n": self.n, "v": self.v, "by": self.by, "job": self.job, "known": known, "used": _runs(self.used, index),
             "voters": _runs(self.voters, index), "left": self.left, "same_arguments": self.same_arguments,
-            "state": self.state, "before": [[n, _runs(voters, index), _runs(used, index)] for n, voters, used in self.before],
+            "before": [[n, _runs(voters, index), _runs(used, index)] for n, voters, used in self.before],
+            "state": self.state,
         }
 
     @staticmethod

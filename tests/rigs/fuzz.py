@@ -198,8 +198,8 @@ def read_run(folder: Path) -> None:
 def frames() -> Files:
     me = Member("t1", 1, 1, 2, "node0", 1, 9.0, settings={"a": "b"})
     end = End(1, "", 1, "x", 7).entry()
-    said = [encode("hello", **asdict(me), age=(0, 0, 0, ""), before=[], state=0, warm=True), encode("shown", basis=BASIS),
-            encode("has", age=(1, 1, 1, "t0")), encode("lacks"),
+    said = [encode("hello", **asdict(me), age=(0, 0, 0, ""), before=[], state=0, warm=True),
+            encode("shown", basis=BASIS), encode("has", age=(1, 1, 1, "t0")), encode("lacks"),
             encode("alive", ranks=[{"rank": 0, "ago_s": 0.1}]), encode("ready", n=1, problem=""), encode("ask"),
             encode("stop", signal="SIGTERM"), encode("standing", n=1, stop=0, step=3),
             encode("ending", n=1, **end), encode("end", n=1, **end)]
