@@ -194,8 +194,8 @@ def without(basis: Basis, token: str, *, heirs: Tokens) -> Basis:
         (n, tuple(one for one in voters if one != token), () if token in used else used)
         for n, voters, used in basis.electorates
     ]
-    more = {"left": True, "state": 0} if token in basis.used else {}
-    return replace(basis, voters=voters or heirs, before=tuple(before), **more)
+    left = replace(basis, voters=voters or heirs, before=tuple(before))
+    return replace(left, left=True, state=0) if token in basis.used else left
 
 
 def merge(one: Basis, other: Basis) -> Basis:
