@@ -11,12 +11,16 @@ from rankup.agent.network import open_port
 from rankup.agent.processes import finish
 from rankup.errors import FINISHED, STOPPED, Stopped, UserError, exit_code, root_cause
 from rankup.job import ExitHandler
+from rankup.loop.arguments import whole_number
 
 
 def spawn(function: Callable[..., object], *arguments: object, nproc: int = 2) -> None:
     """Call `function(*arguments)` in `nproc` processes, forked from this notebook, and print what they print. In each,
     `rankup.init` finds its rank. Ctrl-C asks them to save and stop. Raises UserError if this process has an open job or
     has used its GPU, Stopped if the ranks were stopped, and RuntimeError if one failed. No rank is restarted."""
+    if not callable(function):
+        raise UserError(f"spawn: it must have a function, got {function!r:.80}.")
+    nproc = whole_number("spawn: nproc", nproc, least=1)
     used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if used or (ExitHandler.open is not None and ExitHandler.open.job is not None):
         raise UserError("spawn: this process must have no open job and no GPU in use, got one. Restart the notebook.")

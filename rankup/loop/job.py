@@ -205,6 +205,8 @@ class Job(TrainingLoop):
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Wrap the backward pass of `loss` in this block if `job.track` gets no DDP module. Otherwise the time for
         which this rank waits for others in that pass counts as computation, and may make this rank look slow."""
+        if not isinstance(loss, torch.Tensor):
+            raise UserError(f"backward: the loss must be a tensor, got {loss!r:.80}.")
         self.clock.split_backward(loss)
         yield
         self.clock.mark(WAITING)

@@ -18,6 +18,8 @@ from rankup.places.files import discard, snapshot_here, write_atomically
 from rankup.places.lease import RESULT
 from rankup.state.run import Run
 
+LEFT = ""  # what `Saver.left` returned, among the values of a step by name
+
 
 class Reporting:
     """The figures of one attempt. `progress`: the progress of the training. `clock`: how this rank's steps spend their
@@ -79,13 +81,13 @@ class Reporting:
         It is made before the step is finished, so that an attempt that resumes from any rank's state can write it.
         `values`: see `Job.step`. `weight`: `Job.weight`.
         """
-        own = [number_of(f"job.step: {name}", value) for name, value in values.items()]  # waits for the device
+        own = {name: number_of(f"job.step: {name}", value) for name, value in values.items()}  # waits for the device
         if not self._reports.load:
             self._reports.load = self.group.gather(weight)
         saver = self.run.saver
-        *means, left = self._reports.exchange([*own, saver.left()], step=number, saving=saver.step is not None)
-        saver.agree(left)
-        named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
+        means = self._reports.exchange({**own, LEFT: saver.left()}, step=number, saving=saver.step is not None)
+        saver.agree(means[LEFT])
+        named = {f"train/{name}": means[name] for name in values}
         per_s = speed(self.group, self.progress, number)
         return entry(number, {**named, f"train/{self.progress.unit}_per_s": per_s})
 

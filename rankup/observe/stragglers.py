@@ -18,7 +18,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,6 +171,7 @@ class RankReports:
         """`step`: the last finished step."""
         self.group, self._clock = group, clock
         self.load: Sequence[float] = ()
+        self._names: list[str] = []  # at the last report
         # On rank 0: the sums of the open window, and the time and the first step of that window
         self._seconds = torch.zeros(group.world_size, len(PARTS), dtype=torch.float64)
         self._began_s, self._first, self._saved = -math.inf, step + 1, False
@@ -178,18 +179,30 @@ class RankReports:
         self._windows = deque[tuple[int, torch.Tensor, list[float]]](maxlen=ROW)
         self._called = set[int]()  # the ranks that were called slow in the log
 
-    def exchange(self, values: Sequence[float], *, step: int, saving: bool) -> list[float]:
-        """Return the means of all ranks' `values`. All ranks call this at a report, with equally many values, after the
-        values have come from the device. `saving`: rank 0 writes a copy in the background. This extra work would hide a
-        slow rank."""
-        group, own = self.group, self._clock.take()
+    def exchange(self, values: Mapping[str, float], *, step: int, saving: bool) -> dict[str, float]:
+        """Return the means of all ranks' `values` by name. All ranks call this at a report, after the values have come
+        from the device. `saving`: rank 0 writes a copy in the background. This extra work would hide a slow rank.
+
+        Raises UserError on all ranks if the names differ between ranks."""
+        group, own, names = self.group, self._clock.take(), sorted(values)
         if group.world_size == 1:
-            return [*values]
-        numbers = torch.zeros(len(values) + self._seconds.numel(), dtype=torch.float64)
-        numbers[: len(values)] = torch.tensor(values, dtype=torch.float64)
-        seconds = numbers[len(values) :].view_as(self._seconds)
+            return {**values}
+        ordered = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        # The first number counts the ranks with other names than at the last report. Their values travel later
+        end = 1 + len(self._names)
+        numbers = torch.zeros(end + self._seconds.numel(), dtype=torch.float64)
+        if names == self._names:
+            numbers[1:end] = ordered
+        else:
+            numbers[0] = 1.0
+        seconds = numbers[end:].view_as(self._seconds)
         seconds[group.rank] = torch.tensor(own, dtype=torch.float64)
         group.sum(numbers)
+        total = numbers[1:end]
+        if numbers[0]:
+            given = ", ".join(filter(None, names)) or "none"
+            group.must_match("job.step: the names of the values", given, remedy="Give equal names, in each step.")
+            self._names, total = names, group.sum(ordered)
         self._seconds += seconds
         self._saved |= saving
         now_s = time.monotonic()
@@ -199,8 +212,7 @@ class RankReports:
                     group.log.info(line)
             self._seconds.zero_()
             self._began_s, self._first, self._saved = now_s, step + 1, saving
-        means: list[float] = (numbers[: len(values)] / group.world_size).tolist()
-        return means
+        return dict(zip(names, (total / group.world_size).tolist(), strict=True))
 
     def look(self, first: int, seconds: torch.Tensor) -> list[str]:
         """Return the lines to log after a window of steps that began at `first`, none in a healthy job. `seconds`: as

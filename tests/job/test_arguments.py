@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from rankup.agent.logs import host_name
 from rankup.errors import UserError
 from rankup.loop.arguments import whole_number
 from tests.job.test_loop import ran
 from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import metrics
 
 REFUSED = {
     "next(job.epochs('3'))": "job.epochs: the count must be a whole number >= 0, got '3'. Give it as int.",
@@ -42,6 +44,10 @@ REFUSED = {
     "these, got numpy.ndarray. Convert it, as by torch.as_tensor.",
     "job.gather({'x': [lambda: 1]})": "gather: a value must consist of numbers, texts, tensors, and lists and dicts of "
     "these, got builtins.function.",
+    "job.backward('x').__enter__()": "backward: the loss must be a tensor, got 'x'.",
+    "rankup.spawn(None)": "spawn: it must have a function, got None.",
+    "rankup.spawn(print, nproc=0)": "spawn: nproc must be a whole number >= 1, got 0.",
+    "rankup.spawn(print, nproc='2')": "spawn: nproc must be a whole number >= 1, got '2'.",
     "job.recompute(None, 1)": "recompute: it must have a function that returns the loss, got None.",
 }
 
@@ -62,6 +68,34 @@ next(job.epochs("3"))
     for call, why in REFUSED.items():
         assert output.count(f"{call} -> {why}") == 2, call
     assert output.count("error: job.epochs: the count must be") == 2
+
+
+@pytest.mark.parametrize(("values", "why"), [
+    ("{f'x{job.rank}': 1.0}", "got x0 on rank 0 (HOST) and x1 on rank 1 (HOST)"),
+    ("{'x': 1.0, **({'y': 2.0} if job.rank else {})}", "got x on rank 0 (HOST) and x, y on rank 1 (HOST)"),
+    ("{'x': 1.0} if job.rank or step < 4 else {}", "got none on rank 0 (HOST) and x on rank 1 (HOST)"),
+    ("{'x': 1.0, 'y': 2.0} if job.rank else {'y': 2.0, 'x': 1.0}", ""),
+    ("{'x': 1.0} if step % 2 else {'y': 2.0}", ""),
+], ids=["other", "more", "later", "other-order", "alternating"])
+def test_values_of_a_step_with_other_names_on_a_rank_are_refused(
+    values: str, why: str, forks: Forks, tmp_path: Path
+) -> None:
+    output = ran(forks, tmp_path, f"""
+import rankup
+job, count = rankup.init("run", tensorboard=False, log_every_steps=1), {{"n": 0}}
+job.track(count=count)
+for step in job.steps(6):
+    with job.step(**{values}):
+        count["n"] += 1
+job.finish()
+""", ranks=2, code=2 if why else 0)
+    text = "error: job.step: the names of the values must be the same on all ranks, "
+    assert (text + why.replace("HOST", host_name()) in output) == bool(why)
+    if not why:
+        lines, named = metrics(tmp_path / "run"), {"train/x": 1.0, "train/y": 2.0}
+        pairs = [pair for line in lines for pair in line.items() if pair[0] in named]
+        assert {*pairs} == {*named.items()}
+        assert len(pairs) == (6 if "%" in values else 12)
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3), torch.tensor(3)])

@@ -162,7 +162,7 @@ def test_saves_of_rank_0_hide_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> N
         saving = number % 4 == 1  # the save ends in the next window
         own.s = 0.8 if number % 4 in (1, 2) else 0.5
         now.s += 5.0
-        reports.exchange([1.0], step=10 * number, saving=saving)
+        reports.exchange({}, step=10 * number, saving=saving)
     (line,) = spoken
     assert line.startswith("rank 1 (node0) is 20 % slower than the other, since step ")
 
