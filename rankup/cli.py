@@ -5,6 +5,7 @@ Each command imports what it needs inside its function, so that help takes milli
 """
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -351,6 +352,9 @@ TEXTS = {"": overview, "help": overview, "-h": overview, "--help": overview, "-V
          "completion": completion}
 
 
+OF_THE_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENAMETOOLONG)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     first, *rest = list(sys.argv[1:] if words is None else words) or [""]
@@ -375,6 +379,9 @@ def main(words: Sequence[str] | None = None) -> int:
             return Program().end(error)
         logging.getLogger("rankup").warning(f"error: {not_installed(first, package)}")
         return USER_MISTAKE
+    except OSError as error:  # what a command reads or writes may be another user's, on a full disk, or no path at all
+        ours = error.errno in OF_THE_PLACE and error.filename is not None
+        return Program().end(UserError(f"{first}: {error.filename}: {error.strerror}") if ours else error)
     except Exception as error:
         return Program().end(error)
 

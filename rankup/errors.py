@@ -134,6 +134,15 @@ def disk_errors(what: str, directory: Path, check: Callable[[], object] = lambda
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         problem = "has no space left" if full else f"must be writable, got {error.strerror or error}"
         raise UserError(
-            f"{what}: {directory} {problem}. The files there are untouched: free space or allow writing, "
-            "and run the same command again."
+            f"{what}: {directory if full else _in_the_way(error, directory)} {problem}. The files there are untouched: "
+            "free space or allow writing, and run the same command again."
         ) from None
+
+
+def _in_the_way(error: OSError, directory: Path) -> Path:
+    """Return the path that the user may know and that `error` is about: of a hidden file, its folder or its target."""
+    for name in (error.filename2, error.filename):
+        with contextlib.suppress(TypeError, ValueError):  # no name, or a path elsewhere
+            if not any(part.startswith(".") for part in Path(name).relative_to(directory).parts):
+                return Path(name)
+    return directory

@@ -1,10 +1,13 @@
 """One rule decides which of several exit codes is the cause."""
 
+import errno
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 
-from rankup.errors import root_cause, worth_restarting
+from rankup.errors import UserError, disk_errors, root_cause, worth_restarting
 
 CASES = [
     ([], 0),
@@ -38,3 +41,15 @@ def test_root_cause_is_one_of_the_codes_in_any_order() -> None:
 
 def test_restart_is_worth_it_from_128_on_except_after_a_stop() -> None:
     assert [code for code in (0, 1, 2, 127, 128, 137, 143, 170, 171) if worth_restarting(code)] == [128, 137, 170, 171]
+
+
+@pytest.mark.parametrize(("name", "code", "text"), [
+    ("metrics.jsonl", errno.EISDIR, "metrics: /run/metrics.jsonl must be writable, got Is a directory. "),
+    (".writing-x/model", errno.EIO, "metrics: /run must be writable, got Input/output error. "),
+    ("metrics.jsonl", errno.ENOSPC, "metrics: /run has no space left. "),
+    ("", errno.EACCES, "metrics: /run must be writable, got Permission denied. "),
+])
+def test_error_of_a_disk_names_the_file_that_the_user_knows(name: str, code: int, text: str) -> None:
+    with pytest.raises(UserError) as error, disk_errors("metrics", Path("/run")):
+        raise OSError(code, os.strerror(code), f"/run/{name}".rstrip("/"))
+    assert str(error.value).startswith(text)

@@ -222,7 +222,7 @@ class Saving:
         self._flags_before = newest.record.get("flags")
         self.group.log.info(f"resumed from {self.run.words}")
         self.say_changed("world size", newest.record["world_size"], self.group.world_size)
-        self.say_changed("torch", newest.record["versions"]["torch"], VERSIONS["torch"])
+        self.say_changed("torch", newest.record["versions"].get("torch"), VERSIONS["torch"])
 
     def note_flags(self, epoch: int) -> None:
         """Note which parameters and modules train, and say if this is not as in the copy from which the run resumed."""

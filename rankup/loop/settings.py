@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,23 @@ from rankup.state.saver import Options
 # run would silently get other weights.
 FORMAT = 13
 VERSIONS = {"torch": str(torch.__version__), "python": platform.python_version()}
-NAMES = {*(each.name for each in fields(Position)), "seed", "world_size", "versions", "written_by"}
+# What each field of a record is like; None: a dict or None
+LIKE = {**asdict(Position()), "seed": 0, "world_size": 1, "versions": {}, "written_by": ""}
 
 
 def check_record(path: Path, record: dict[str, Any], *, more: Check) -> None:
-    """Raise UserError if the copy at `path` has another format, ValueError if a field is missing, and what `more`
-    raises."""
+    """Raise UserError if the copy at `path` has another format, ValueError if a field is missing or of another type,
+    and what `more` raises."""
     if (found := record.get("format")) != FORMAT:
         raise UserError(
             f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Resume with the version of this "
             "program that wrote it, or start a new run."
         )
-    if missing := sorted(NAMES - record.keys()):
+    if missing := sorted(LIKE.keys() - record.keys()):
         raise ValueError(f"{STATE}: {', '.join(missing)} missing")
+    for name, like in {**LIKE, "options": {}, "built": {}}.items():
+        if not isinstance(value := record.get(name, like), dict | None if like is None else type(like)):
+            raise ValueError(f"{STATE}: {name} is {value!r:.50}")
     more(path, record)
 
 

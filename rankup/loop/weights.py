@@ -15,6 +15,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.settings import check_record
 from rankup.loop.tracked import WRAPPERS
+from rankup.places.files import open_regular
 from rankup.state.copies import MANIFEST, no_check
 from rankup.state.formats import DCP_METADATA, INDEX, read_dcp
 from rankup.state.reading import load_newest, read
@@ -76,6 +77,8 @@ def _read(path: Path, place: str, item: str, where: str) -> Any:
     UserError."""
     from safetensors.torch import load_file
 
+    if not path.exists():
+        raise UserError(f"{where} must name an existing file or checkpoint directory, got {place}.")
     # Hugging Face's names. Our checkpoints also have a manifest. `is_file`: reading a pipe or a device may never end
     parts = {part.name for part in path.glob("*.safetensors") if part.is_file()}
     index = path / INDEX
@@ -99,14 +102,14 @@ def _read(path: Path, place: str, item: str, where: str) -> Any:
             if missing := named - parts:
                 raise ValueError(f"no {missing.pop()} in it")
             return {name: tensor for part in sorted(named) for name, tensor in load_file(path / part).items()}
+        open_regular(path).close()  # a pipe or a device may never end
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"{where} must name an existing file or checkpoint directory, got {place}.") from None
     except Exception as error:  # torch.load raises several unrelated types for a damaged file
         rule = "safetensors, or weights that load with weights_only"
         if dcp:
             rule = "files of torch.distributed.checkpoint"
-        text = (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")
+        text = " ".join(str(error).split())
+        text = (text if " " in text else f"{type(error).__name__} {text}")[:200].rstrip(". ")
         raise UserError(f"{where}: {place} must hold {rule}, got: {text}") from None

@@ -3,6 +3,7 @@
 import json
 import math
 import mmap
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -64,6 +65,8 @@ class Metrics:
         if directory is None:
             return
         with self._disk():
+            if tensorboard:
+                _must_be_writable(directory / "tensorboard")
             path = directory / "metrics.jsonl"
             entries = cut_after(path, progress.step, progress.evaluated, since=saved.step, check_owner=check_owner)
             self._file = path.open("a", buffering=1, encoding="utf-8")  # line buffered: a killed process loses no line
@@ -112,6 +115,13 @@ class Metrics:
             if name not in ("step", "time"):
                 number = math.nan if value is None else value
                 self.tensorboard.add_scalar(name, number, entry["step"], walltime=entry.get("time"))
+
+
+def _must_be_writable(folder: Path) -> None:
+    """Raise OSError if no file can be created in `folder`: a thread of TensorBoard would print a traceback."""
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(1000))
 
 
 def entry(step: int, values: dict[str, float]) -> dict[str, Any]:

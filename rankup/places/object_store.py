@@ -7,6 +7,7 @@ right after the write. There is no rename. Any request may fail; it is tried aga
 import contextlib
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rankup.errors import PeerLost, UserError, reason
-from rankup.places.files import parse_json
+from rankup.places.files import open_regular, parse_json
 from rankup.timing import FIRST_PAUSE_S, LONGEST_PAUSE_S, REQUEST_S
 from rankup.urls import extra_of, is_url
 
@@ -32,6 +33,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "azure": {"use_listings_cache": False},
     "file": {"auto_mkdir": True},
 }
+# What a folder or a file of another kind in place of an object, or of the whole place, leads to
+_NO_FILE = (errno.EISDIR, errno.ELOOP, errno.EINVAL)
+_NEVER = (*_NO_FILE, errno.ENOTDIR, errno.EEXIST, errno.EROFS, errno.ENAMETOOLONG)
 _FAULTS = (TypeError, AttributeError, LookupError, AssertionError, MemoryError)  # faults of a program, never retried
 T = TypeVar("T")
 
@@ -94,8 +98,9 @@ class ObjectStore:
 
     def read(self, name: str) -> bytes | None:
         """Return the content of the object `name`, or None if there is none."""
+        get = _read_file if self.kind == "file" else partial(self._call, "cat_file")
         try:
-            return bytes(self._try(f"read {name}", lambda: self._call("cat_file", self._path(name))))
+            return bytes(self._try(f"read {name}", lambda: get(self._path(name))))
         except FileNotFoundError:
             return None
 
@@ -183,12 +188,14 @@ class ObjectStore:
         while True:
             try:
                 return work()
-            except _FAULTS:
+            except (*_FAULTS, UserError):
                 raise
             except Exception as error:
                 # The object does not exist, or the disk of this machine, to which it is downloaded, is full
                 if not writes and (isinstance(error, FileNotFoundError) or _is_full(error)):
                     raise
+                if not writes and getattr(error, "errno", 0) in _NO_FILE:
+                    raise FileNotFoundError(reason(error)) from None
                 if why := _refused(error):
                     raise UserError(
                         f"{self.url} {why}: {what}: {reason(error)}. Earlier files there are untouched. Fix the cause, "
@@ -209,10 +216,19 @@ def _walk(path: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for entry in os.scandir(path):
         try:
-            found |= _walk(entry.path) if entry.is_dir() else {entry.path: {"size": entry.stat().st_size}}
-        except FileNotFoundError:  # it was removed after the listing
-            continue
+            if entry.is_dir():
+                found |= _walk(entry.path)
+            elif stat.S_ISREG((facts := entry.stat()).st_mode):
+                found[entry.path] = {"size": facts.st_size}
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):  # removed after the listing, or a broken link
+                raise
     return found
+
+
+def _read_file(path: str) -> bytes:
+    with open_regular(Path(path)) as file:
+        return file.read()
 
 
 def _status(error: BaseException) -> int:
@@ -238,6 +254,8 @@ def _refused(error: BaseException) -> str:
         return "must be in a bucket or container that exists"
     if isinstance(error, PermissionError) or _status(error) in (401, 403):
         return "denies access"
+    if isinstance(error, OSError) and error.errno in _NEVER:
+        return "must be a folder that can be written to"
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"):
         return "needs credentials"
     return "is full" if _is_full(error) or _status(error) == 507 else ""

@@ -105,13 +105,15 @@ class Content(Protocol):
 
 
 def list_copies(directory: Path) -> list[Path]:
-    """Return all folders named like a copy, good or not, oldest first, and `.replaced` before its successor."""
+    """Return all folders named like a copy, good or not, oldest first, and `.replaced` before its successor. A link may
+    be broken: a copy that was moved to another disk, for example, is then reported as damaged."""
     try:
         # No exists() first: several ranks of a node may remove a rescue's folder at the same time
         paths = list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    named = [(match, path) for path in paths if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+    named = [(match, path) for path in paths
+             if (match := NAME.fullmatch(path.name)) and (path.is_dir() or path.is_symlink())]
     # Sort by number, because names have one digit more from step 100,000,000 on
     return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), not pair[0][2]))]
 

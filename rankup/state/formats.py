@@ -7,10 +7,13 @@ with the size and the place of each tensor, and `__<rank>_<number>.distcp` with 
 own data classes are read here, because a folder may come from the network.
 """
 
+import contextlib
+import os
 import pickle
 import shutil
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 
 from rankup.errors import UserError, disk_errors
-from rankup.places.files import staged, write_json
+from rankup.places.files import open_regular, staged, write_json
 from rankup.state.reading import OWN, Copy
 from rankup.state.tree import TensorFile
 
@@ -35,7 +38,13 @@ def export(copy: Copy, file: Path, *, item: str = "") -> str:
     Raises UserError if the copy has no such item, or the file can't be written.
     """
     items = _items(copy, item)
-    with disk_errors("export", file.parent), staged(file) as staging, staging.open("wb") as opened:
+    if file.exists() and not file.is_file():  # the rename would replace a device
+        raise UserError(f"FILE must be a file, got {file}. To write a folder, give --format huggingface or dcp.")
+    if file.suffix == ".safetensors":
+        raise UserError(f"FILE must not end in .safetensors, got {file}: torch.save writes another format. Give a "
+                        "folder and --format huggingface.")
+    target = Path(os.path.realpath(file)) if file.is_symlink() else file  # the link stays
+    with disk_errors("export", file.parent), staged(target) as staging, staging.open("wb") as opened, _torch_errors():
         torch.save(items[item] if item else items, opened)
     return f"{file}: {item or ', '.join(items)} of step {copy.step}, {file.stat().st_size / 1e6:.1f} MB"
 
@@ -50,6 +59,8 @@ def export_folder(copy: Copy, folder: Path, *, form: str, item: str = "", shard_
     if form == "huggingface":
         item = item or MODEL
     items = _items(copy, item)
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UserError(f"FILE must be a folder with --format {form}, got {folder}.")
     # A model's config.json may be there already
     held = sorted(folder.glob("*")) if form == "dcp" else [*folder.glob("*.safetensors*"), *folder.glob("*.bin")]
     if held:
@@ -103,14 +114,33 @@ def _write_dcp(state: dict[str, Any], folder: Path) -> str:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with staged(folder) as staging, warnings.catch_warnings():
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".", dir=folder))  # inside, because `folder` may be "." or a link
+    try:
+        with _torch_errors():
+            save(state, storage_writer=FileSystemWriter(staging), no_dist=True)
+        for each in sorted(staging.iterdir(), key=lambda path: path.name == DCP_METADATA):  # last: readers look for it
+            each.rename(folder / each.name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return f"a folder of torch.distributed.checkpoint, {sum(f.stat().st_size for f in folder.iterdir()) / 1e6:.1f} MB"
+
+
+@contextlib.contextmanager
+def _torch_errors() -> Iterator[None]:
+    """Within the block DCP works in this process alone. Raises the error of the disk or the file that torch hides: DCP
+    behind an error that is no Exception, torch.save behind a RuntimeError."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this process is alone, on purpose
         try:
-            save(state, storage_writer=FileSystemWriter(staging), no_dist=True)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-    return f"a folder of torch.distributed.checkpoint, {sum(f.stat().st_size for f in folder.iterdir()) / 1e6:.1f} MB"
+            yield
+        except (CheckpointException, RuntimeError) as error:
+            hidden = next((each for each, _ in getattr(error, "failures", {}).values()), error)
+            if isinstance(hidden, RuntimeError) and isinstance(hidden.__context__, OSError):
+                hidden = hidden.__context__
+            raise hidden from None
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -166,6 +196,7 @@ def read_dcp(folder: Path, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
             for info in found.storage_data.values():
                 if PurePath(info.relative_path).name != info.relative_path:
                     raise ValueError(f"{DCP_METADATA} names the file {info.relative_path}, which is not in the folder")
+                open_regular(folder / info.relative_path).close()  # a pipe would never end
             found.storage_meta = found.storage_meta or StorageMeta()
             found.storage_meta.load_id = self.load_id
             return found
@@ -182,7 +213,6 @@ def read_dcp(folder: Path, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
         if top is None or (path[0] == top and path[1:]):
             named[".".join(map(str, path if top is None else path[1:]))] = key
             state[key] = torch.empty(each.size, dtype=each.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with _torch_errors():
         load(state, storage_reader=reader, no_dist=True)
     return {name: state[key] for name, key in named.items()}

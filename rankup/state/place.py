@@ -158,8 +158,8 @@ def _rename(staging: Path, target: Path) -> Path:
     """Rename `staging` to `target`, so that a reader sees no copy or a whole one. Return `target`. Raises OSError."""
     # An earlier copy of this step may be damaged or lack its evaluation. A folder can't be renamed onto another one
     aside = target.with_name(f"{target.name}.replaced")
-    if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)  # an earlier process was killed between these renames
+    if os.path.lexists(target):  # it may also be a file or a broken link
+        discard(aside)  # an earlier process was killed between these renames
         target.rename(aside)
     try:
         staging.rename(target)
@@ -167,7 +167,7 @@ def _rename(staging: Path, target: Path) -> Path:
         with contextlib.suppress(OSError):  # the next owner may have published a copy under this name
             aside.rename(target)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    discard(aside)
     return target
 
 

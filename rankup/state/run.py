@@ -134,6 +134,8 @@ class Run:
                 yield one.words, partial(self._resume_from, one, line, others)
 
         self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
+        if group.is_rank0:
+            self._say_left([one for one in candidates if one.where not in passed], known)
         self.saved = group.on_rank0(lambda: self._find_here(passed))
         self.second.put_aside_others(self.lineage.run)
         # Memory of rank 0's own machine may hold a lost step of any script with the same settings
@@ -143,6 +145,16 @@ class Run:
         if self.newest is None and held:  # --fresh, or node 0 has lost its disk, and all agents are new
             words = max(held, key=lambda one: one.step).words
             group.log.info(f"begins anew: {words}, is of another run and not used")
+
+    def _say_left(self, others: list[Candidate], known: Lineage | None) -> None:
+        """Log which later checkpoints in rank 0's folder this attempt does not use, or that the `known` run has none:
+        the user may have put them back, or lost the disk that had them."""
+        if self.newest is None and known is not None:
+            self.group.log.warning("the run has no checkpoint yet, or lost all: it begins again at step 0")
+        for one in others:
+            if self.newest is not None and one.kind == CHECKPOINT and one.step > self.newest.step:
+                why = "this run does not continue from the attempt that wrote it"
+                self.group.log.warning(f"{one.words} was skipped: {why}")
 
     def _resume_from(self, one: Candidate, line: Lineage | None, others: list[Path]) -> Copy:
         """Read copy `one` on all ranks, and adopt its `line`. `others`: where this rank may have the same files. Raises

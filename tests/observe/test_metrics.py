@@ -201,3 +201,10 @@ def test_full_disk_is_an_error_of_the_user(tmp_path: Path) -> None:
     for write in (lambda: metrics.write(entry(1, {"train/loss": 1.0})), metrics.close):
         with pytest.raises(UserError, match=r"metrics: .* has no space left"):
             write()
+
+
+def test_folder_of_tensorboard_that_is_not_writable_is_an_error_of_the_user(tmp_path: Path) -> None:
+    """A thread of TensorBoard would print a traceback, which fails this test."""
+    (tmp_path / "tensorboard").symlink_to("/proc")  # nobody can create a file there
+    with pytest.raises(UserError, match="must be writable"):
+        Metrics(tmp_path, Position(), saved=Position(), tensorboard=True)

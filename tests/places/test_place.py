@@ -1,6 +1,7 @@
 """A run in a real S3 server that is slow, deaf, full or denies access, through s3fs."""
 
 import asyncio
+import os
 import random
 import socket
 import sys
@@ -97,6 +98,28 @@ def test_only_one_of_two_creates_a_name_in_a_folder(tmp_path: Path) -> None:
     assert (created, one.read("x.json")) == ([True, False, True], b"1")
     (tmp_path / "x.json").write_bytes(b"")  # as while its creator is still writing it
     other.must_refuse("x.json", option="run_dir")
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_folder_takes_what_is_no_file_for_absent(tmp_path: Path, kind: str) -> None:
+    """A read of it would be retried for minutes, or wait for ever."""
+    (tmp_path / "a").write_text("{}")
+    if kind == "folder":
+        (tmp_path / "b").mkdir()
+    else:
+        _ = os.mkfifo(tmp_path / "b") if kind == "pipe" else (tmp_path / "b").symlink_to("b")
+    place = ObjectStore.open(str(tmp_path), warn=pytest.fail, timeout_s=60)
+    assert (place.names(), place.read("b"), place.read_json("b")) == ({"a": 2}, None, {})
+
+
+def test_folder_that_can_never_be_written_to_is_not_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("file", "loop"):
+        place = ObjectStore.open(str(tmp_path / name), warn=pytest.fail, timeout_s=60)
+        for write in (place.write, place.create):
+            with pytest.raises(UserError, match="must be a folder that can be written to"):
+                write("x", b"1")
 
 
 def test_store_that_does_not_answer_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

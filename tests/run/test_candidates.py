@@ -128,6 +128,21 @@ def test_checkpoint_of_another_run_gives_its_id_only_to_a_folder_without_one(nod
     assert node.go_on(None, (9, "x"), of="other").lineage.run == "other"
 
 
+def test_later_checkpoint_that_is_not_used_and_a_start_without_one_are_reported(node: Node) -> None:
+    """The user may have put the checkpoint back, or lost the disk that had them all."""
+    node.copy(4, "a", A)
+    node.go_on(B, (8, "a"))
+    assert node.said == [
+        "checkpoint step-00000008 was skipped: this run does not continue from the attempt that wrote it"]
+    node.go_on(A, (3, "a"))
+    assert len(node.said) == 1  # it is older than the one that is used
+    shutil.rmtree(node.run_dir / SECOND)
+    node.go_on(None)
+    assert len(node.said) == 1  # a new run
+    node.go_on(A)
+    assert node.said[1:] == ["the run has no checkpoint yet, or lost all: it begins again at step 0"]
+
+
 def test_damaged_checkpoint_does_not_count_as_saved(node: Node) -> None:
     """Otherwise the run would not save that step again, and would write no rescue before it."""
     node.copy(4, "a", A)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda p: os.truncate(p / MODEL, 50), f"{MODEL} has 50 bytes instead of "),
     "removed": (lambda p: (p / "tree.json").unlink(), "tree.json is missing"),
     "a directory": (lambda p: ((p / "state.json").unlink(), (p / "state.json").mkdir()), "can't be read (Is a direct"),
+    "a broken link": (lambda p: (shutil.rmtree(p), p.symlink_to("gone")), f"{MANIFEST} is missing"),
+    "a link to itself": (lambda p: (shutil.rmtree(p), p.symlink_to(p)), "can't be read (Too many levels of symbo"),
+    "a field of another type": (lambda p: rewrite(p, epoch="2"), "its files don't fit together (state.json: epoch "),
+    "a list for a dict": (lambda p: rewrite(p, line=[]), "its files don't fit together (state.json: line is []"),
+    "null for a dict": (lambda p: rewrite(p, built=None), "its files don't fit together (state.json: built is None"),
     "state of another step": (lambda p: rewrite(p, step=15), "its name says step 20, its state 15"),
 }
 

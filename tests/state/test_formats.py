@@ -1,10 +1,11 @@
 """Exported folders load with the libraries that define their formats, and a run can begin with their weights."""
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from rankup import cli
 from rankup.errors import UserError
 from rankup.loop.weights import load_into
 from rankup.state.copies import STATE, to_json
-from rankup.state.formats import DCP_METADATA, INDEX, export_folder
+from rankup.state.formats import DCP_METADATA, INDEX, export, export_folder
 from rankup.state.place import Folder
-from rankup.state.reading import read
+from rankup.state.reading import Copy, read
 from rankup.state.tree import encode, files_of
 from tests.rigs.checkpoints import save, training_state
+from tests.rigs.small_filesystems import small_disk
 from tests.rigs.strangers import Evil
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -123,6 +125,59 @@ def test_metadata_of_a_stranger_is_not_executed_and_names_no_file_outside(tmp_pa
         with pytest.raises(UserError, match=f"dcp must hold files of torch.distributed.checkpoint.*{why}"):
             load_into(model, tmp_path / "dcp", print)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 9), os.mkfifo, os.mkdir], ids=str)
+def test_folder_of_torch_distributed_checkpoint_without_a_readable_part_is_refused(tmp_path: Path, damage: Any) -> None:
+    """DCP raises a BaseException of its own, and would wait for the writer of a pipe."""
+    model, _ = trained()
+    export_folder(cast("Copy", Held(model=model.state_dict())), tmp_path / "dcp", form="dcp")
+    part = tmp_path / "dcp" / "__0_0.distcp"
+    if damage in (os.mkfifo, os.mkdir):
+        part.unlink()
+    damage(part)
+    with pytest.raises(UserError, match="dcp must hold files of torch") as caught:
+        load_into(model, tmp_path / "dcp", print)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["huggingface", "dcp", "torch"])
+def test_export_to_a_full_disk_gives_one_line_and_leaves_nothing(tmp_path: Path, form: str) -> None:
+    copy = cast("Copy", Held(model={"weight": torch.ones(10**6)}))
+    with small_disk(tmp_path / "disk", "1m") as (disk, _):
+        with pytest.raises(UserError, match="has no space left") as error:
+            _ = export(copy, disk / "out") if form == "torch" else export_folder(copy, disk / "out", form=form)
+        assert not [path for path in disk.rglob("*") if path.is_file()]
+    assert "\n" not in str(error.value)
+
+
+def test_export_into_the_folder_or_file_behind_a_link_leaves_the_link(tmp_path: Path) -> None:
+    copy = cast("Copy", Held(model=trained()[0].state_dict()))
+    for name in ("dcp", "out.pt"):
+        (tmp_path / f"link-{name}").symlink_to(name)
+    (tmp_path / "dcp").mkdir()
+    export_folder(copy, tmp_path / "link-dcp", form="dcp")
+    export(copy, tmp_path / "link-out.pt")
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.is_symlink()) == ["dcp", "out.pt"]
+    for name in ("link-dcp", "out.pt"):
+        load_into(trained()[0], tmp_path / name, print)
+
+
+@pytest.mark.parametrize(("form", "name"), [
+    ("torch", "pipe"), ("torch", "folder"), ("torch", "new.safetensors"), ("dcp", "pipe"), ("dcp", "file"),
+    ("huggingface", "file"),
+])
+def test_export_replaces_no_device_folder_or_file_of_another_kind(tmp_path: Path, form: str, name: str) -> None:
+    copy, target = cast("Copy", Held(model=trained()[0].state_dict())), tmp_path / name
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match="FILE must "):
+        _ = export(copy, target) if form == "torch" else export_folder(copy, target, form=form)
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("form", ["torch", "huggingface", "dcp"])
