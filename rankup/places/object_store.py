@@ -33,9 +33,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "azure": {"use_listings_cache": False},
     "file": {"auto_mkdir": True},
 }
-# What a folder or a file of another kind in place of an object, or of the whole place, leads to
-_NO_FILE = (errno.EISDIR, errno.ELOOP, errno.EINVAL)
-_NEVER = (*_NO_FILE, errno.ENOTDIR, errno.EEXIST, errno.EROFS, errno.ENAMETOOLONG)
+_NO_FILE = (errno.EISDIR, errno.ELOOP, errno.EINVAL)  # a folder, a broken link or a pipe in place of an object
+_NEVER = (*_NO_FILE, errno.EROFS, errno.ENAMETOOLONG)
 _FAULTS = (TypeError, AttributeError, LookupError, AssertionError, MemoryError)  # faults of a program, never retried
 T = TypeVar("T")
 
@@ -126,7 +125,9 @@ class ObjectStore:
                     self._call("pipe_file", path, content, mode="create")
             except Exception as error:
                 if isinstance(error, FileExistsError) or _status(error) == 412:
-                    return self.read(name) == content  # ours, if the answer to an earlier try was lost
+                    held = self.read(name)
+                    if held is not None or self.kind != "file":  # otherwise a file is in place of a folder
+                        return held == content  # ours, if the answer to an earlier try was lost
                 raise
             return True
 

@@ -20,6 +20,7 @@ from rankup.places.object_store import ObjectStore
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import fetch, save, second_place
 from tests.rigs.object_store import BUCKET, S3, Door, Request
+from tests.rigs.small_filesystems import small_disk
 
 
 @pytest.fixture
@@ -112,14 +113,21 @@ def test_folder_takes_what_is_no_file_for_absent(tmp_path: Path, kind: str) -> N
     assert (place.names(), place.read("b"), place.read_json("b")) == ({"a": 2}, None, {})
 
 
-def test_folder_that_can_never_be_written_to_is_not_tried_again(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "loop").symlink_to("loop")
-    for name in ("file", "loop"):
-        place = ObjectStore.open(str(tmp_path / name), warn=pytest.fail, timeout_s=60)
+def test_read_only_folder_is_not_tried_again(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as (disk, resize):
+        place = ObjectStore.open(str(disk), warn=pytest.fail, timeout_s=60)
+        place.write("x", b"1")
+        resize("1m,ro")
         for write in (place.write, place.create):
             with pytest.raises(UserError, match="must be a folder that can be written to"):
-                write("x", b"1")
+                write("y", b"1")
+        assert place.read("x") == b"1"
+
+
+def test_name_below_a_file_is_not_taken_for_one_that_another_attempt_has(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(PeerLost, match="File exists"):
+        ObjectStore.open(str(tmp_path / "loop"), warn=print).create("x", b"1")
 
 
 def test_store_that_does_not_answer_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
