@@ -104,7 +104,6 @@ MISTAKES = {
     "doctor --num-threads 0": "--num-threads must be a whole number >= 1, got 0.",
     "logs --json=yes": "--json must have no value, got yes.",
     f"export {300 * 'm'} x.pt": "File name too long",
-    "export /proc/self/cwd/x.py/y x.pt": "checkpoints must hold one, got none",
     "export mine": "FILE must be given. See rankup export --help.",
     "status mine": "RUN must be a run in runs/ or a run's folder, got mine. There are no runs yet.",
 }

@@ -11,6 +11,7 @@ from rankup.errors import UserError
 from rankup.observe.metrics import Metrics, Position, cut_after, entry
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import probe
+from tests.rigs.small_filesystems import small_disk
 
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")
 # 8 steps an epoch, 32 in all
@@ -205,6 +206,8 @@ def test_full_disk_is_an_error_of_the_user(tmp_path: Path) -> None:
 
 def test_folder_of_tensorboard_that_is_not_writable_is_an_error_of_the_user(tmp_path: Path) -> None:
     """A thread of TensorBoard would print a traceback, which fails this test."""
-    (tmp_path / "tensorboard").symlink_to("/proc")  # nobody can create a file there
-    with pytest.raises(UserError, match="must be writable"):
-        Metrics(tmp_path, Position(), saved=Position(), tensorboard=True)
+    with small_disk(tmp_path / "disk", "1m") as (disk, resize):
+        (tmp_path / "tensorboard").symlink_to(disk)
+        resize("1m,ro")
+        with pytest.raises(UserError, match="must be writable"):
+            Metrics(tmp_path, Position(), saved=Position(), tensorboard=True)
