@@ -6,8 +6,8 @@ For each size and number of ranks this trains two steps of SGD with momentum, an
 time, once while the memory of all ranks is watched, and once after a rank was killed. The table has the seconds in
 `rankup.init` and `job.track`, each from the last rank's begin to the last rank's end, without those in which the ranks
 connect; the seconds that one process takes to read and hash the same files, which are in the page cache (of both the
-better of two); the largest growth of all ranks' memory beside the state itself, in multiples of the state (shared pages
-count once, files of the disk not at all); and the seconds from the kill to a whole rescue.
+better of two); the largest growth of the ranks' memory, and of the machine's shared memory, beside the state itself, in
+multiples of the state (files of the disk do not count); and the seconds from the kill to a whole rescue.
 
 A virtual machine may get its memory from its host only at the first touch, which takes up to 2 s a GB. After its start,
 fill and free its memory once before you measure.
@@ -89,7 +89,7 @@ def launch(
     def sample() -> None:
         nonlocal peak
         while not ended.wait(0.05):
-            peak = max(peak, sum(map(memory_of, descendants(job.pid))))
+            peak = max(peak, shared_memory() + sum(map(memory_of, descendants(job.pid))))
             if len([*folder.glob("ranks-*.json")]) == ranks:
                 (folder / "hold").unlink(missing_ok=True)
                 return
@@ -127,12 +127,19 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory_of(pid: int) -> int:
-    """Return a process's memory, without its part of shared pages and without files of a disk, in bytes."""
+    """Return a process's own memory in bytes, without shared memory and without files of a disk."""
     try:
         rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(row.split()[1]) * 1024 for row in rows if row.startswith(("Pss_Anon", "Pss_Shmem")))
+    return sum(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss_Anon"))
+
+
+def shared_memory() -> int:
+    """Return the machine's shared memory in bytes. A rank's own figures lack pages of a memory file that it has written
+    but not mapped."""
+    rows = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("Shmem:"))
 
 
 def read_and_hash(copy: Path) -> tuple[float, float]:
