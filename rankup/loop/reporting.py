@@ -153,13 +153,12 @@ def pairs_of(found: Any) -> dict[str, list[float]]:
             "evaluate: the function must return a dict of pairs (sum, count) by name, got "
             f'{type(found).__name__}. Write {{"accuracy": (right, len(labels))}}.'
         )
-    pairs = {name: terms_of(f"job.evaluate: {name}", value) for name, value in found.items()}
-    for name, pair in pairs.items():
+    for name, value in found.items():
         if not isinstance(name, str) or name == "prefix":
             raise UserError(f"evaluate: a name must be a text other than prefix, got {name!r}. Rename it.")
-        if len(pair) != 2:
-            raise UserError(f"evaluate: {name} must be a pair (sum, count), got a number. Add a count.")
-    return pairs
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise UserError(f"evaluate: {name} must be a pair (sum over the batch, its size), got {value!r:.80}.")
+    return {name: terms_of(f"job.evaluate: {name}", value) for name, value in found.items()}
 
 
 def mean_of(terms: list[list[float]]) -> float:

@@ -61,7 +61,10 @@ def test_each_sample_counts_once_after_a_lost_rank_too(size: int, forks: Forks, 
 
 
 @pytest.mark.parametrize(("change", "why"), [
-    (("((x * 14 % 3 == 0).sum(), len(x))", "(x * 14 % 3 == 0).sum()"), "evaluate: right must be a pair (sum, count)"),
+    (("((x * 14 % 3 == 0).sum(), len(x))", "(x * 14 % 3 == 0).sum()"),
+     "evaluate: right must be a pair (sum over the batch, its size), got tensor("),
+    (("((x * 14 % 3 == 0).sum(), len(x))", "x * 14 % 3 == 0"),
+     "evaluate: right must be a pair (sum over the batch, its size), got tensor(["),
     (("job.evaluate(validation, score)", "job.evaluate(validation, lambda x: (1, len(x)))"),
      "evaluate: the function must return a dict of pairs (sum, count) by name, got tuple"),
     (("job.evaluate(validation, score)", "job.evaluate(validation, lambda x: {'prefix': (1, len(x))})"),

@@ -127,7 +127,8 @@ def test_metadata_of_a_stranger_is_not_executed_and_names_no_file_outside(tmp_pa
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 9), os.mkfifo, os.mkdir], ids=str)
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 9), os.mkfifo, os.mkdir],
+                         ids=["absent", "cut", "pipe", "folder"])
 def test_folder_of_torch_distributed_checkpoint_without_a_readable_part_is_refused(tmp_path: Path, damage: Any) -> None:
     """DCP raises a BaseException of its own, and would wait for the writer of a pipe."""
     model, _ = trained()
