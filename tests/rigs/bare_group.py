@@ -11,7 +11,7 @@ from rankup.group.group import Group
 
 
 def group_of(rank: int, world_size: int) -> Group:
-    launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0)
+    launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0, agent=None)
     watch: Any = SimpleNamespace(record=Record.new(), status=SimpleNamespace(run_dir=Path()),
                                  hosts=["here"] * world_size, stop=None, log=SimpleNamespace(host="here"))
     return Group(launch, torch.device("cpu"), watch)  # type: ignore[arg-type]

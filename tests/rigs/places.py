@@ -358,7 +358,7 @@ WRAPPED: Mapping[str, Sequence[tuple[str, str, str]]] = {
                              ("dist.init_process_group", "before forming", "formed")],
     "rankup.loop.saving": [("Saving.rescue", "before the rescue", "")],
     "rankup.state.run": [("load", "reading the rescue", "rescue known")],
-    "rankup.state.reading": [("ship", "sending the rescue", "")],
+    "rankup.state.reading": [("Shipping.result", "sending the rescue", "")],
     "train.loop": [("build", "before building", "ready"), ("load", "", "data loaded"),
                    ("build_optimizer", "model built", "")],
 }
