@@ -35,6 +35,7 @@ class Caller:
     ip: str
     own_ip: str
     came_s: float
+    heard_s: float  # when its last message came
     hello: Mapping[str, Any] | None = None
     member: Member | None = None  # set while another process holds its ranks
     refused: bool = False  # it leaves by itself: if we closed first, the reason might not arrive
@@ -71,7 +72,7 @@ class Leading(Forming):
                 self._emit(Close(link, False))
 
     def accept(self, link: int, ip: str, own_ip: str) -> None:
-        self._callers[link] = Caller(ip, own_ip, self.now_s)
+        self._callers[link] = Caller(ip, own_ip, self.now_s, self.now_s)
         self._emit(Send((link,), {"is": "leader", "over": self.closed, **self.greeting()}))
 
     def greeting(self) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class Leading(Forming):
             return None
         # Members on the leader's machine connect by loopback, which others can't use, see `_propose`
         age, now_s = tuple(hello["age"]), self.now_s
-        seat = Seat(link, member, member.ranks, now_s, now_s, hello.get("warm") is not False, age, age,
+        seat = Seat(link, member, member.ranks, now_s, caller.heard_s, hello.get("warm") is not False, age, age,
                     state=hello["state"])
         if text := self._differs(member):
             return self._turn_away(link, member, text, code=USER_MISTAKE)
@@ -193,7 +194,7 @@ class Leading(Forming):
 
     def enter(self, hello: Mapping[str, Any]) -> None:
         """Give the member in the leader's own process its seat."""
-        self._hello(LOCAL, Caller("127.0.0.1", "127.0.0.1", self.now_s), hello)
+        self._hello(LOCAL, Caller("127.0.0.1", "127.0.0.1", self.now_s, self.now_s), hello)
 
     def _differs(self, member: Member) -> str:
         return "" if self._model is None else differences(member, self._model, arguments=self.basis.same_arguments)
@@ -274,8 +275,10 @@ class Leading(Forming):
         if (seat := self.seats.get(link)) is not None:
             seat.heard_s = self.now_s
             self._take(seat, message)
-        elif (caller := self._callers.get(link)) is not None and not caller.refused and caller.member is None:
-            self._introduce(link, caller, message)
+        elif (caller := self._callers.get(link)) is not None:
+            caller.heard_s = self.now_s
+            if not caller.refused and caller.member is None:
+                self._introduce(link, caller, message)
 
     def _take(self, seat: Seat, message: Mapping[str, Any]) -> None:
         kind = message["is"]
@@ -367,8 +370,8 @@ class Leading(Forming):
         """Send heartbeats, remove silent members, check the deadline to join, and tell members who is missing."""
         now_s, silent_s = self.now_s, self.rules.silent_s
         if now_s - self._ticked_s > self.rules.frozen_s:
-            for seat in self.seats.values():
-                seat.heard_s = now_s
+            for each in (*self.seats.values(), *self._callers.values()):
+                each.heard_s = now_s
         self._ticked_s = now_s
         if now_s - self._beat_s >= timing.ALIVE_S:
             self._beat_s = now_s
@@ -402,7 +405,8 @@ class Leading(Forming):
         for link, caller in [*self._callers.items()]:
             if link not in self._callers or caller.refused:
                 continue
-            if self.closed or (caller.member is None and self.now_s - caller.came_s > timing.HELLO_S):
+            late = caller.member is None and self.now_s - caller.came_s > timing.HELLO_S
+            if self.closed or late or self.now_s - caller.heard_s > self.rules.silent_s:
                 self.drop(link)
             elif caller.member is not None:
                 self._seat(link, caller)

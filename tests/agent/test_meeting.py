@@ -483,10 +483,22 @@ def test_restarted_member_takes_the_place_of_its_frozen_process():
     room = Room()
     first, frozen, last = room.job()
     again = room.enter(member(1, token="again", pid=77))
-    room.pass_time(timing.SILENT_S + 2, first, last)
+    room.pass_time(timing.SILENT_S + 2, first, last, again)
     assert frozen.closed
     for puppet in (first, last):
         assert puppet.hears("lost")["why"].startswith("sent no heartbeat for ")
+    room.agree([first, again, last])
+
+
+def test_newcomer_that_was_lost_while_it_waited_for_its_ranks_holds_them_no_longer():
+    room = Room()
+    first, frozen, last = room.job()
+    lost = room.enter(member(1, token="lost", pid=77))
+    again = room.enter(member(1, token="again", pid=78))
+    room.pass_time(timing.SILENT_S + 3, first, last, again)
+    assert frozen.closed
+    assert lost.closed
+    all_hear("lost", [first, last])
     room.agree([first, again, last])
 
 
