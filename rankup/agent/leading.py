@@ -370,8 +370,10 @@ class Leading(Forming):
         """Send heartbeats, remove silent members, check the deadline to join, and tell members who is missing."""
         now_s, silent_s = self.now_s, self.rules.silent_s
         if now_s - self._ticked_s > self.rules.frozen_s:
-            for each in (*self.seats.values(), *self._callers.values()):
-                each.heard_s = now_s
+            for seat in self.seats.values():
+                seat.heard_s = now_s
+            for caller in self._callers.values():
+                caller.heard_s = now_s
         self._ticked_s = now_s
         if now_s - self._beat_s >= timing.ALIVE_S:
             self._beat_s = now_s
