@@ -325,11 +325,18 @@ os._exit(5)
         each.until(lambda ended=ended: gone(int(ended.out)))
 
 
+def running_children(pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children() if state_of(child.pid) != "Z"]
+
+
 def test_rank_outlives_its_server_and_one_that_was_to_start_has_ended(tmp_path: Path) -> None:
     with opened(tmp_path, fork=False) as own:
         first = own.start([script(tmp_path, WAITS)])
         pid = own.ready(first)
-        psutil.Process(own.server.pid).children()[0].suspend()
+        # The child that has started the first rank ends, and only the next one would start the second
+        own.until(lambda: psutil.Process(pid).ppid() == os.getpid())
+        own.until(lambda: running_children(own.server.pid))
+        running_children(own.server.pid)[0].suspend()
         second = own.start([script(tmp_path, WAITS)])
         os.kill(own.server.pid, signal.SIGKILL)
         assert own.end(second).code == 137

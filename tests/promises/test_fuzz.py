@@ -63,11 +63,12 @@ def mutated(dice: random.Random, form: Format, files: Files, folder: Path) -> No
 def test_damaged_input_gives_a_value_or_one_line(tmp_path: Path, seen: list[str], name: str) -> None:
     form, (only, _, chosen) = FORMATS[name], os.environ.get("FUZZ", "").partition(":")
     files = form.files()
-    folder = tmp_path / "step-00000003"
+    folder = tmp_path / "before" / "step-00000003"
     for turn in range(INPUTS if not only else name == only):
         seed = int(chosen or turn)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        folder = tmp_path / str(turn) / "step-00000003"  # threads of the last turn may still write to its folder
+        folder.mkdir(parents=True)
         mutated(random.Random(f"{name}:{seed}"), form, files, folder)
         seen.clear()
         lines: list[str] = []
