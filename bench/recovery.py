@@ -88,7 +88,8 @@ class Launch:
         stack.callback(lambda: self.process.kill())
 
     def start(self) -> None:
-        words = [sys.executable, MAIN, "launch", "--nproc=2", MAIN, "--run-dir", self.folder, *self.settings]
+        launch = [sys.executable, "-m", "rankup", "launch", "--nproc=2"]
+        words = [*launch, MAIN, "train", "--run-dir", self.folder, *self.settings]
         with (self.folder / "output").open("a") as output:
             self.process = subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=output, stderr=output)
 
