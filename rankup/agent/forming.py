@@ -177,7 +177,7 @@ class Forming:
         voters = set(self.basis.voters) - leaving
         stay = sum(token in voters for token in self.basis.used)
         enough = limits.least if waited else min(limits.most if is_first else max(limits.least, stay), limits.most)
-        if len(fit) < enough or self._lacking():
+        if len(fit) < enough or self._why_not():
             return []
         order = {token: place for place, token in enumerate(self.basis.used, 1)} | {self.me.token: 0}
         fit.sort(key=lambda seat: (order.get(seat.member.token, math.inf), seat.claim.start))
@@ -203,7 +203,7 @@ class Forming:
         chosen = {*picked, *others[:most - len(picked)]}
         return [seat for seat in fit if seat in chosen]
 
-    def _lacking(self) -> str:
+    def _why_not(self) -> str:
         """Return why those that are here must not go on, or ""."""
         lost = f"none of the nodes here has the state of membership {self.basis.state}"
         return outvoted(self.basis, self._here(), shared=self.rules.shared) or lost * (not self._holders())
@@ -392,7 +392,7 @@ class Forming:
         else:
             here = [seat for seat in self.seats.values() if not seat.unfit]
             cold = sum(not seat.warm for seat in here)
-            text = self._lacking() or f"{len(here)} of at least {self.rules.limits.least} nodes are here"
+            text = self._why_not() or f"{len(here)} of at least {self.rules.limits.least} nodes are here"
             text += f", {cold} of them still importing torch" if cold else ""
         lost = "; ".join(f"{seat.member.who}: {seat.unfit or seat.lost}" for seat in [*self._lost.values()][:4])
         return text + (f" (lost: {lost})" if lost else "")

@@ -193,7 +193,7 @@ def print_to(terminal: Sequence[int]) -> None:
 def copy_prints(file: RankLog) -> None:
     """Copy everything that this process prints from now on to the rank's file. On the terminal a line stays whole."""
     for stream in (sys.__stdout__, sys.__stderr__):
-        # PYTHONUNBUFFERED, which agents set, writes each argument of a print alone: lines of several ranks would mix
+        # PYTHONUNBUFFERED, which images set, writes each argument of a print alone: lines of several ranks would mix
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
             stream.reconfigure(line_buffering=True, write_through=False)
     plain = sys.stdout.plain if isinstance(sys.stdout, _Copied) else sys.stdout

@@ -6,8 +6,8 @@ elsewhere, and it has the state. All voters, spares included, get a proposal bef
 proposal was committed, so the same holds for each of the memberships `before` it: until a proposal is committed, or
 until majorities of both groups know that a spare came or left (Raft's joint consensus).
 
-A spare that takes a lost node's place has the state only once it is restored. Until then it can't go on alone: each
-proposal needs a node that has the state of membership `state`, or of a newer one.
+A spare that takes a lost node's place has no state until its ranks have restored it. So each proposal also needs a node
+that has the state of membership `state`, or of a newer one.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

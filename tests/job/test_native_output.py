@@ -1,12 +1,16 @@
 """What compiled code prints is in the rank's log, also its last words and also if the script imports rankup."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rankup.agent.logs import host_name
 from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT
 
 SCRIPT = """
 import ctypes, logging, os, subprocess, sys, threading
@@ -87,13 +91,19 @@ def test_each_line_is_in_the_log_once_and_in_order(options: list[str], forks: Fo
     assert not re.search(r"\] (THEIRS|printed once)", output), output
 
 
-@pytest.mark.parametrize("options", [[], ["--no-fork"]], ids=["forked", "fresh"])
-def test_lines_that_ranks_print_at_once_do_not_mix(options: list[str], forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--no-fork"], None], ids=["forked", "fresh", "torchrun"])
+def test_lines_that_ranks_print_at_once_do_not_mix(options: list[str] | None, forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
         "import sys, rankup\njob = rankup.init('runs/mine')\njob.gather(0)\nfor n in range(500):\n"
         "    print('out', job.rank, n, 'end', file=sys.stderr if n % 2 else sys.stdout)\njob.finish()\n"
     )
-    output = forks.ends("launch", "--nproc=3", *options, tmp_path / "job.py", cwds=[tmp_path])
+    if options is None:  # as in an image: the ranks share a pipe, and no agent is between
+        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", str(tmp_path / "job.py")]
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+        output = subprocess.run(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                text=True, check=True, timeout=300).stdout
+    else:
+        output = forks.ends("launch", "--nproc=3", *options, tmp_path / "job.py", cwds=[tmp_path])
     lines = [line for line in output.splitlines() if "out" in line.split()]
     assert sorted(lines) == sorted(f"out {rank} {n} end" for rank in range(3) for n in range(500))
 
