@@ -87,7 +87,7 @@ class LeaderFiles:
                     self.ranks.begin(in_thread(status.report))
         if self._is_open(n):  # otherwise a member was lost meanwhile, and nobody reads what this returns
             if imports_rankup:
-                with open_port("127.0.0.1" if self.ranks.node.num_nodes == 1 else "", 0) as listener:
+                with open_port("127.0.0.1" if self.options.node.num_nodes == 1 else "", 0) as listener:
                     self.ranks.server.start_store(listener)
                     port = listener.getsockname()[1]
             else:

@@ -326,3 +326,18 @@ def test_losing_node_0_and_its_disk_before_the_first_checkpoint_loses_no_step(se
     del sequence.agents[0]
     sequence.finish()
     sequence.check()
+
+
+@pytest.mark.parametrize("sequence", [31], indirect=True)
+def test_job_that_went_on_with_one_node_takes_the_others_back(sequence: Sequence) -> None:
+    for node in range(3):
+        sequence.add(node)
+    sequence.settle()
+    for node in (1, 2):
+        sequence.kill(sequence.processes(node))
+        del sequence.agents[node]
+        sequence.settle()
+    for node in (1, 2):
+        sequence.add(node)
+    sequence.finish()
+    sequence.check()
