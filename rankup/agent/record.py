@@ -76,7 +76,11 @@ class Record(ctypes.Structure):
     Behind these fields stands `commit`, the leader's message about the membership. It names each host of the job, so
     for 2,000 nodes an environment variable, of 128 KiB at most, could not hold it.
 
-    Not in that memory: `clock` adds up this process's phases. `entered` is the phase and timeout it entered last."""
+    Not in that memory: `clock` adds up this process's phases. `entered` is the phase and timeout it entered last. With
+    `stops_alone` this rank, the only one, stops before its next step: it asks nobody, and only agents write what they
+    agree on."""
+
+    stops_alone = False
 
     _fields_ = (
         ("rank", ctypes.c_int64), ("waiting", ctypes.c_bool), ("_blocked", ctypes.c_bool), ("step", ctypes.c_int64),
@@ -170,6 +174,11 @@ class Record(ctypes.Structure):
         return float(self._phase.entered_s + self._phase.timeout_s)
 
     @property
+    def stop_is_settled(self) -> bool:
+        """Whether it is settled before which step this rank stops."""
+        return self.stops_alone or bool(self.confirmed == self.stop < NO_STOP)
+
+    @property
     def run_dir(self) -> Path | None:
         return Path(os.fsdecode(self._run_dir)) if self._named else None
 
@@ -209,6 +218,8 @@ class Record(ctypes.Structure):
         members have not agreed yet, so the rank must ask again in a moment."""
         if self.step != step:
             self.begin(step)
+        if self.stops_alone:
+            return False
         stop: int = self.stop  # read only after the step was written, see `ask_to_stop`
         if step < stop:
             return True

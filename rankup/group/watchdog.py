@@ -19,7 +19,7 @@ from rankup.agent.ends import End
 from rankup.agent.logs import host_name
 from rankup.agent.processes import leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
-from rankup.agent.record import NO_LIMIT, NO_STOP, Record
+from rankup.agent.record import NO_LIMIT, Record
 from rankup.agent.status_files import StatusFile, tell_torchrun, write_end
 from rankup.errors import FAULT, FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
 from rankup.group.stop import StopRequest, compare, dump, in_phase, may_wait, own_location
@@ -122,7 +122,7 @@ class Watchdog:
         """Tell the other ranks that this process got the signal `name`, which stops the whole job."""
         self._send("stop", signal=name)
         if self.world_size == 1:  # no other rank has to agree
-            self.record.stop = self.record.confirmed = 0
+            self.record.stops_alone = True
 
     def _send(self, kind: str, **values: Any) -> bool:
         return self._line is not None and bool(self._line.send(kind, **values))
@@ -210,7 +210,7 @@ class Watchdog:
             self._lost_s = self._lost_s or now_s
         if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
             return timing.TICK_S  # this rank is already ending
-        if not self._leave_at_s and self.stop.requested and now.confirmed == now.stop < NO_STOP:
+        if not self._leave_at_s and self.stop.requested and self.record.stop_is_settled:
             self._leave_at_s = now_s + timing.REACH_S
         work = None
         if 0.0 < self._leave_at_s < now_s and not overdue:

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,18 @@ def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
     watch = Watchdog(status, StopRequest(), record=Record.new(rank), log=logging.getLogger("quiet"))
     watch.record.waiting = waiting
     return watch
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_only_rank_stops_whatever_its_agent_agrees_on_meanwhile(after: int) -> None:
+    status: Any = SimpleNamespace(rank=0, world_size=1, run_dir=Path(), attempt="a")
+    watch = Watchdog(status, StopRequest(), record=Record.new(0), log=logging.getLogger("quiet"))
+    agents = Record.at(watch.record.path)
+    assert watch.record.may_begin(7)
+    steps = [partial(agents.ask_to_stop, 0), partial(agents.ask_to_stop, 9), partial(setattr, agents, "confirmed", 9)]
+    for step in [*steps[:after], partial(watch.tell_others, "SIGTERM"), *steps[after:]]:
+        step()
+    assert watch.record.may_begin(8) is False
 
 
 def heartbeat(

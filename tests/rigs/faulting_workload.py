@@ -25,7 +25,6 @@ from torch import nn
 from torch.nn import functional
 
 from rankup.agent.protocol import SIGNALS
-from rankup.agent.record import NO_STOP
 from rankup.errors import UserError
 from rankup.seeds import derive_seed
 from train.config import Config
@@ -100,8 +99,7 @@ def stop_is_known(stop: Any) -> bool:
     """Return whether the signal was read, and the last step agreed if this process takes steps. `stop`: StopRequest."""
     if stop.watch is None or not stop.finish_step_first:
         return bool(stop.requested)
-    cell = stop.watch.record
-    return bool(cell.confirmed == cell.stop < NO_STOP)
+    return bool(stop.watch.record.stop_is_settled)
 
 
 class Samples:
