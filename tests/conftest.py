@@ -148,8 +148,8 @@ def _children_left() -> Iterator[psutil.Process]:
 
 @pytest.fixture(scope="module", autouse=True)
 def inherits_no_orphans() -> Iterator[None]:
-    """Give up what an agent's code in this process has asked for. Otherwise it would inherit orphans of later tests, which
-    it does not reap, and they would seem to run for ever."""
+    """Give up what an agent's code in this process has asked for. Otherwise it would inherit orphans of later tests,
+    which it does not reap, and they would seem to run for ever."""
     yield
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
