@@ -33,6 +33,7 @@ from typing import Any, TextIO
 
 from rankup.agent.processes import start_of
 from rankup.errors import UserError, disk_errors
+from rankup.places.files import open_to_append
 from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # found in the path of code that is not the user's
@@ -135,7 +136,7 @@ class RankLog(Output):
         self._head, path = f"%Y-%m-%dT%H:%M:%S {host_name()} r{rank} ", run_dir / "logs" / f"rank-{rank}.log"
         with disk_errors("run_dir", path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            super().__init__(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
+            super().__init__(open_to_append(path))
 
     def add(self, lines: Sequence[str], time_s: float | None = None) -> None:
         """Append lines. `time_s`: when they were written, as `time.time()`; by default now."""
@@ -292,7 +293,7 @@ def announce_stacks(
     }
     path = run_dir / STACKS / f"rank-{rank}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    with open(open_to_append(path), "a", encoding="utf-8") as file:
         file.write(f"# {json.dumps(writer)}\n")
     return path
 

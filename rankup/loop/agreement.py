@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from rankup.errors import PeerLost, UserError
 from rankup.group.group import Group
 from rankup.loop.trained import unwrapped
-from rankup.places.files import open_regular
+from rankup.places.files import open_regular, open_to_append
 from rankup.seeds import derive_seed, seed_everything, state_kept
 from rankup.state.run import Run
 from rankup.state.tree import mesh_position
@@ -272,7 +272,7 @@ class Agreement:
                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         if group.is_rank0:
             try:
-                with self._path.open("a", encoding="utf-8") as file:
+                with open(open_to_append(self._path), "a", encoding="utf-8") as file:
                     file.write(f"{json.dumps(row)}\n")
             except OSError as error:  # the next attempt will not know of this disagreement
                 group.log.warning(f"{self._path}: {error.strerror}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import disk_errors
+from rankup.places.files import open_to_append
 
 
 @dataclass(slots=True)
@@ -69,7 +70,8 @@ class Metrics:
                 _must_be_writable(directory / "tensorboard")
             path = directory / "metrics.jsonl"
             entries = cut_after(path, progress.step, progress.evaluated, since=saved.step, check_owner=check_owner)
-            self._file = path.open("a", buffering=1, encoding="utf-8")  # line buffered: a killed process loses no line
+            # Line buffered: a killed process loses no line
+            self._file = open(open_to_append(path), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
             there = {(entry["step"], is_evaluation(entry)) for entry in entries}
             for entry in newest_entries(progress):
                 if entry["step"] >= saved.step and (entry["step"], is_evaluation(entry)) not in there:

@@ -17,6 +17,7 @@ from rankup.agent.processes import has_handler, start_of, state_of
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
 from rankup.group.stop import compare, in_phase, location_in
+from rankup.places.files import open_regular
 from rankup.timing import ANSWER_STACKS_S, ANSWER_TICK_S
 
 # The process states by their letters in /proc
@@ -150,7 +151,8 @@ def written(run_dir: Path) -> list[Answer]:
 def read(path: Path, *, after: int = 0) -> Answer | None:
     """Return the newest whole dump after the first `after` bytes of a file of stacks. Return None for another file."""
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
         writers = [Answer(path=path, **json.loads(head)) for head in HEAD.findall(data.decode(errors="replace"))]
         # Take the living process: an attempt that was refused because another one is alive has added its line too
         answer = next((writer for writer in reversed(writers) if writer.alive), writers[-1])

@@ -26,7 +26,7 @@ from rankup.env.rank_env import ranges
 from rankup.errors import UserError
 from rankup.observe.goodput import duration, goodput, one_line, read_reports
 from rankup.observe.logs import find_run, is_run
-from rankup.places.files import read_json, snapshot_text
+from rankup.places.files import open_regular, read_json, snapshot_text
 from rankup.timing import LONG_S, NOW_S, REPORT_S, RUN_SILENT_S
 
 MOST_RESTARTS, MOST_SETTINGS = 5, 20  # on the screen
@@ -102,7 +102,9 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
 def _settings(path: Path) -> dict[str, str]:
     """Return the settings of the run in `config.yaml`, as they are written there."""
     with suppress(OSError, ValueError):
-        lines = (line.partition("  #")[0].partition(": ") for line in path.read_text(encoding="utf-8").splitlines())
+        with open_regular(path) as file:
+            text = file.read().decode()
+        lines = (line.partition("  #")[0].partition(": ") for line in text.splitlines())
         return {name: value.strip() for name, colon, value in lines if colon and name[:1] != "#"}
     return {}
 

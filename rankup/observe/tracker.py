@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import rankup
 from rankup.errors import UserError, reason
-from rankup.places.files import read_json, write_json
+from rankup.places.files import open_to_append, read_json, write_json
 from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S, TRACKER_S
 
 # To add a tracker, add a class below, and an extra in pyproject.toml with the name of its package
@@ -273,7 +273,7 @@ def main() -> None:
     with contextlib.suppress(OSError):  # some network file systems have no such locks
         (facts.folder / FOLDER).mkdir(parents=True, exist_ok=True)
         # One sender of a run at a time, until this process ends: the sender of a killed rank 0 may still be at work
-        lock = os.open(facts.folder / FOLDER / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+        lock = open_to_append(facts.folder / FOLDER / ".lock")
         fcntl.flock(lock, fcntl.LOCK_EX)
     # Import the package now: on a busy machine this may take longer than the time that is left after rank 0's end
     with contextlib.suppress(Exception):  # the first look reports the error

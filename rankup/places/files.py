@@ -64,9 +64,9 @@ def discard(path: Path, *, check: OwnerCheck | None = None) -> None:
             check()
             doomed = aside / path.name
         path.rename(doomed)
-    shutil.rmtree(aside, ignore_errors=True)
-    with suppress(OSError):
+    with suppress(OSError):  # first: rmtree opens what it is given, and would wait for the writer of a pipe
         aside.unlink()
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_atomically(path: Path, content: str, *, check: OwnerCheck | None = None) -> None:
@@ -117,6 +117,15 @@ def open_regular(path: Path) -> BufferedReader:
         return file
     file.close()
     raise OSError(errno.EINVAL, "no regular file", str(path))
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file of a run for appending, and create it if it is missing. Return its descriptor. Raises OSError, also
+    for a pipe, which would wait for its reader."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISFIFO(path.stat().st_mode):
+            raise OSError(errno.EINVAL, "a pipe", str(path))
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
 # Folders of this machine ---------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ class Lease:
         with contextlib.suppress(OSError):  # usually there is no such folder
             self.path.with_name(ASIDE).rename(aside_folder(self.path.parent))
         path = self.path.with_name(METRICS)
-        if self._may_wake and path.exists():  # copied only if needed, because it may be large
+        if self._may_wake and path.is_file():  # copied only if needed, because it may be large
             with staged(path, check=self.check) as new:
                 shutil.copyfile(path, new)
 

@@ -28,7 +28,7 @@ from typing import TypeVar
 from rankup.agent.ends import job_of
 from rankup.agent.processes import memory_available
 from rankup.errors import UserError
-from rankup.places.files import read_json, remove_unfinished
+from rankup.places.files import open_regular, read_json, remove_unfinished
 from rankup.places.lease import Lineage, kernel_id
 from rankup.state.copies import CHUNK, STATE, Content, list_copies, list_whole, staging_of, step_of, write_durably
 from rankup.state.place import SECOND, Folder
@@ -134,7 +134,7 @@ def keep_on_disk(run_dir: Path, jobs: Collection[str]) -> Path | None:
     try:
         (staging / rescue.name).mkdir()
         for path in rescue.iterdir():
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 write_durably(staging / rescue.name / path.name, iter(partial(file.read, CHUNK), b""))
         return folder.put(staging / rescue.name)
     finally:
