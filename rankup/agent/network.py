@@ -135,6 +135,8 @@ def encode(kind: str, **values: Any) -> bytes:
 
 def fits(value: Any, form: Any) -> bool:
     """Return whether a value that came as JSON has this form, see `protocol.MEMBERS`."""
+    if isinstance(form, dict) and "*" in form:  # any names
+        return isinstance(value, dict) and all(fits(each, form["*"]) for each in value.values())
     if isinstance(form, dict):
         return isinstance(value, dict) and all(
             fits(value.get(name.removesuffix("?")), each) or (name.endswith("?") and value.get(name[:-1]) is None)

@@ -138,9 +138,9 @@ class Saving:
         """Restore the tracked items called `names`. All ranks call this. Raises UserError if an item does not fit, or
         is not in the copy, unless it `may_miss`."""
         for name, (now, *_) in self.tracked.built().items():
-            before, *_ = newest.record.get("built", {}).get(name, [now])
-            if name in names and before != now:
-                raise UserError(f"track: {name} must be of class {before} as in {newest.path}, got {now}. {WAY_OUT}")
+            before = newest.record.get("built", {}).get(name, [now])[:1]
+            if name in names and before != [now]:
+                raise UserError(f"track: {name} must be of class {''.join(before)} as in {newest.path}, got {now}. {WAY_OUT}")
         firsts = newest.record.get("options", {})
         found = [Options(each, self.tracked.items[each], firsts[each]) for each in names if each in firsts]
         if newest.files.sharded and (self.run.kind == PARTS or (self.tracked.split and self.run.saver.sharded)):

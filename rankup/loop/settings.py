@@ -2,14 +2,14 @@
 
 import platform
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rankup.agent.network import fits
 from rankup.errors import UserError
-from rankup.observe.metrics import Position
 from rankup.state.copies import STATE, Check
 from rankup.state.saver import Options
 
@@ -18,8 +18,18 @@ from rankup.state.saver import Options
 # run would silently get other weights.
 FORMAT = 13
 VERSIONS = {"torch": str(torch.__version__), "python": platform.python_version()}
-# What each field of a record is like; None: a dict or None
-LIKE = {**asdict(Position()), "seed": 0, "world_size": 1, "versions": {}, "written_by": ""}
+# The form of each field of a record, see `fits`
+COUNT, PASS = range(2**63), ("streams", "traces", "loaders")
+NEEDED: dict[str, Any] = {
+    "step": COUNT, "evaluated": COUNT, "metrics?": {"*": float}, "line?": {"step": COUNT}, "epoch": COUNT,
+    "streams": [range(-1, 2**63)], "traces": [int | None], "rank": COUNT, "loaders": [COUNT],
+    "cycles": [(COUNT, COUNT, int | None)], "changes": COUNT, "ended": str, "seed": int, "world_size": range(1, 2**63),
+    "versions": dict, "written_by": str,
+}
+EXTRA: dict[str, Any] = {
+    "options": {"*": dict | list}, "built": {"*": [str]}, "settings": dict, "world_sizes": [(COUNT, COUNT)],
+    "flags": {"*": ((int, int), (int, int))},
+}
 
 
 def check_record(path: Path, record: dict[str, Any], *, more: Check) -> None:
@@ -30,11 +40,13 @@ def check_record(path: Path, record: dict[str, Any], *, more: Check) -> None:
             f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Resume with the version of this "
             "program that wrote it, or start a new run."
         )
-    if missing := sorted(LIKE.keys() - record.keys()):
+    if missing := sorted({name.removesuffix("?") for name in NEEDED} - record.keys()):
         raise ValueError(f"{STATE}: {', '.join(missing)} missing")
-    for name, like in {**LIKE, "options": {}, "built": {}}.items():
-        if not isinstance(value := record.get(name, like), dict | None if like is None else type(like)):
-            raise ValueError(f"{STATE}: {name} is {value!r:.50}")
+    for name, form in {**NEEDED, **{name: form for name, form in EXTRA.items() if name in record}}.items():
+        if not fits(record, {name: form}):
+            raise ValueError(f"{STATE}: {name.removesuffix('?')} is {record[name.removesuffix('?')]!r:.50}")
+    if len({len(record[name]) for name in PASS}) > 1:
+        raise ValueError(f"{STATE}: {', '.join(PASS)} must have the same length")
     more(path, record)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,21 @@ def test_file_or_folder_in_the_way_gives_one_line(forks: Forks, tmp_path: Path, 
     else:
         assert codes == [2, 2], output
         assert "error: " in output
+
+
+@pytest.mark.parametrize("name", ["logs/rank-0.log", "metrics.jsonl", "stacks/rank-0.txt", "config.yaml", "status.json"])
+def test_pipe_in_place_of_a_file_gives_one_line_and_makes_nobody_wait(
+    forks: Forks, tmp_path: Path, name: str
+) -> None:
+    run = tmp_path / "run"
+    (run / name).parent.mkdir(parents=True)
+    os.mkfifo(run / name)
+    forks.run("status", run, timeout_s=60)
+    needed = name in ("logs/rank-0.log", "metrics.jsonl")  # the training does not read the others, and may replace them
+    codes, output = forks.run(*train(run, "--epochs", "1"), timeout_s=60)
+    assert codes == [2 if needed else 0], output
+    assert (f"{run / name} must be writable, got a pipe. " in output) == needed
+    forks.run("stacks", run, timeout_s=60)
 
 
 def test_user_without_a_name_and_a_home_can_train(tmp_path: Path) -> None:

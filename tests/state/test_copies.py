@@ -60,12 +60,14 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "folder"])
+@pytest.mark.parametrize("kind", ["link", "file", "folder", "pipe"])
 def test_save_replaces_whatever_has_the_name_of_its_checkpoint(tmp_path: Path, kind: str) -> None:
     """Also what an interrupted replacement has left under the second name."""
     for name in ("step-00000002", "step-00000002.replaced"):
         if kind == "link":
             (tmp_path / name).symlink_to("gone")
+        elif kind == "pipe":
+            os.mkfifo(tmp_path / name)
         else:
             _ = (tmp_path / name).touch() if kind == "file" else (tmp_path / name).mkdir()
     save(tmp_path, 2)

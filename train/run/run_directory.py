@@ -19,6 +19,8 @@ def check(path: Path, record: dict[str, Any]) -> None:
     """Raises ValueError if another program wrote the checkpoint `path`."""
     if missing := sorted(ABOUT - record.keys()):
         raise ValueError(f"state.json: {', '.join(missing)} missing")
+    if not isinstance(record["steps_per_epoch"], int):
+        raise ValueError(f"state.json: steps_per_epoch is {record['steps_per_epoch']!r:.50}")
 
 
 @contextlib.contextmanager
