@@ -306,6 +306,7 @@ class ExitHandler:
         ExitHandler.open = self
         self.program, self.stack, self.interactive = program, contextlib.ExitStack(), interactive
         self.job: Job | None = None
+        self._code = 0  # of an error after `close`, with which Python would end as 1
         self._pid: int = os.getpid()  # forked processes have another one; 0: already ended
         self._usual = sys.excepthook
         self.take_errors()
@@ -324,7 +325,7 @@ class ExitHandler:
         self.stack.close()
         act_before_end(FINISHED)
         if self.job is not None:
-            self.job.tracked.end_checks()
+            self.job.close()
         self._pid, self.job = 0, None  # Python keeps the hooks, which would keep the job and every tracked object
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -332,6 +333,8 @@ class ExitHandler:
             error = self.leave(error)
         if self.interactive and isinstance(error, ExpectedError):
             self.program.log.warning(str(error))
+        elif self._pid == 0 and isinstance(error, ExpectedError):  # after `close`
+            self._code = self.program.end(error)
         else:
             self._usual(type(error), error, error.__traceback__)
 
@@ -345,6 +348,8 @@ class ExitHandler:
             self.at_exit()
 
     def at_exit(self) -> None:
+        if self._code:
+            self.program.exit(self._code)
         if os.getpid() != self._pid:
             return
         try:
@@ -382,7 +387,7 @@ class ExitHandler:
             self.program.exit(self.program.end(error))  # by os._exit: torch's own teardown may wait for a dead rank
         act_before_end(exit_code(error))
         if job is not None:
-            job.tracked.end_checks()
+            job.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         return error

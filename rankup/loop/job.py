@@ -75,7 +75,7 @@ class Job(TrainingLoop):
         does not fit the copy or differs between ranks, and after the first step.
         """
         group, run, tracked = self.group, self.run, self.tracked
-        if self._begun:
+        if self._begun or self._closed:
             raise UserError("track: it must be called before the first step, got a later call. Move the call up.")
         for option, value, known in (("missing", missing, ("error", "keep")), ("only", only, ("all", "trained"))):
             if value not in known:
@@ -182,6 +182,7 @@ class Job(TrainingLoop):
 
     def _together(self, call: str, said: str) -> None:
         """Raise UserError if other ranks go on without this call of the user's program, or call it otherwise."""
+        self.must_be_open()
         calls = self.group.gather_apart(
             [self.position.step, said], call=f"{call}: job.{call} must be called", remedy="Call it on all ranks, not "
             "below `if job.is_main`, and decide alike, from what job.log returns: it is equal on all of them.",
@@ -296,6 +297,7 @@ class Job(TrainingLoop):
         """
         if not callable(loss):
             raise UserError(f"recompute: it must have a function that returns the loss, got {loss!r:.80}.")
+        self.must_be_open()
         self.agreement.recompute(loss, batch, step=self.position.step, split=self.tracked.split)
 
     def finish(self) -> None:
@@ -303,6 +305,8 @@ class Job(TrainingLoop):
 
         You may omit it if the loop over `job.epochs` or `job.steps` has ended: rankup then calls it when Python ends.
         """
+        if self._closed:
+            return
         finished = self.finished  # by an earlier start, and nothing has continued it
         if not finished:
             self.begin()

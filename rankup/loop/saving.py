@@ -140,7 +140,8 @@ class Saving:
         for name, (now, *_) in self.tracked.built().items():
             before = newest.record.get("built", {}).get(name, [now])[:1]
             if name in names and before != [now]:
-                raise UserError(f"track: {name} must be of class {''.join(before)} as in {newest.path}, got {now}. {WAY_OUT}")
+                had = "".join(before)
+                raise UserError(f"track: {name} must be of class {had} as in {newest.path}, got {now}. {WAY_OUT}")
         firsts = newest.record.get("options", {})
         found = [Options(each, self.tracked.items[each], firsts[each]) for each in names if each in firsts]
         if newest.files.sharded and (self.run.kind == PARTS or (self.tracked.split and self.run.saver.sharded)):

@@ -47,7 +47,7 @@ class TrainingLoop:
         self._batches: dict[int, Batches] = {}  # by id of the loader, for loaders used in this epoch or the last one
         self._wrappers = trained.Wrappers(group, self.tracked, self.clock)
         self._cycles: dict[int, Cycle] = {}  # by id of the loader
-        self._begun = self.repeats_calls = self._late_options = self._own_batches = False
+        self._begun = self._closed = self.repeats_calls = self._late_options = self._own_batches = False
         self._step = Step(self)
         self._unkept = Unkept(self.tracked.items, group.log.warning)
 
@@ -185,7 +185,7 @@ class TrainingLoop:
         the first step for a new loader, and as `job.batches` does.
         """
         if id(loader) not in self._cycles:
-            if self._begun:
+            if self._begun or self._closed:
                 raise UserError(
                     "cycle: it must be called before the first step, got a call with a new loader. A resume would not "
                     "know how far that loader was: build it once, and call job.cycle above the loop."
@@ -253,6 +253,7 @@ class TrainingLoop:
             self._wrappers.adopt(late=late, begun=self._begun)
         if self._begun:
             return
+        self.must_be_open()
         self._begun, self.run.finished, self.group.status.begun = True, False, True
         self._same_names([])
         self._wrappers.warn_of_hooks()
@@ -271,6 +272,19 @@ class TrainingLoop:
         group.count_anew()
         self.reseed()
         self.enter_step()
+
+    def close(self) -> None:
+        """End this job: it refuses all later calls that need its group or its run."""
+        self._begun, self._closed = False, True
+        self.tracked.end_checks()
+
+    def must_be_open(self) -> None:
+        """Raise UserError if the job has ended."""
+        if self._closed:
+            raise UserError(
+                "job: it must not have ended, got a call after job.finish, or after an error in a notebook. Move the "
+                "call above job.finish, or call rankup.init again."
+            )
 
     def enter_step(self) -> None:
         """Start the deadline of the next step."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from rankup.agent.ends import job_of
-from rankup.errors import UserError
+from rankup.errors import UserError, reason
 from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, aside_folder
@@ -107,22 +107,33 @@ class NodeMemory(Place):
 
     def __init__(self, group: Group, options: Options) -> None:
         self.group, self.options = group, options
+        self.skipped = list[tuple[str, int, str]]()  # run, step, and a line that says which copy was skipped and why
 
     def list(self) -> Iterator[Candidate]:
         for path in list_held():
-            with contextlib.suppress(TypeError, LookupError, ValueError):
-                self.options.check(path, record := read_json(path / STATE))
+            run, dot, _ = path.parent.name.partition(".")
+            where = f"{'a part' if dot else 'the rescue'} in the memory of {self.group.hosts[self.group.rank]}"
+            try:
+                if not (record := read_json(path / STATE)):
+                    raise ValueError(f"{path}: its {STATE} is missing or damaged")
+                self.options.check(path, record)
                 if not (one := Candidate.of(path, record)).attempt:
                     continue
                 # Memory also holds copies of other jobs. Only a copy of this job may say which run to resume
                 line = Lineage.of(record.get("lineage"))
                 ours = line is not None and self._is_of_this_job(one, line)
                 one = replace(one, lineage=line.values() if line and ours else None)
-                if "." not in path.parent.name:
+                if not dot:
                     yield replace(one, kind=RESCUE, words=f"step {one.step}, rescued by {record['written_by']}")
-                elif self.options.memory_every_steps != 0 and record["world_size"] == self.group.world_size:
-                    words, ranks = f"step {one.step}, whose parts were all in memory", map(int, record["ranks"])
-                    yield replace(one, kind=PARTS, words=words, ranks=[*ranks])
+                elif self.options.memory_every_steps == 0:
+                    continue
+                elif (ranks := record["world_size"]) == self.group.world_size:
+                    words, held = f"step {one.step}, whose parts were all in memory", map(int, record["ranks"])
+                    yield replace(one, kind=PARTS, words=words, ranks=[*held])
+                else:
+                    raise ValueError(f"step {one.step} of {ranks} ranks, and the job has {self.group.world_size}")
+            except (TypeError, LookupError, ValueError) as error:
+                self.skipped.append((run, step_of(path), f"{where} was skipped: {reason(error)}"))
 
     def _is_of_this_job(self, one: Candidate, line: Lineage) -> bool:
         """Return whether this launch began the run of copy `one`, or a rank of one of its agents wrote the copy."""

@@ -115,9 +115,10 @@ class Run:
         group, folder, options = self.group, self.folder, self.options
         known = self.lineage if self.lineage.number else None  # the run that rank 0's folder holds
         # `_sees` does not wait: if a network file system shows the file late, the node only keeps a needless copy
-        own = (*self._found, *self.second.list(), *NodeMemory(group, options).list())
+        held = NodeMemory(group, options)
+        own = (*self._found, *self.second.list(), *held.list())
         listed = [asdict(replace(one, rank=group.rank, node=memory.node_id())) for one in own]
-        seen, found = zip(*group.gather([self._sees(), listed]), strict=True)
+        seen, found, skipped = zip(*group.gather([self._sees(), listed, held.skipped]), strict=True)
         candidates = [Candidate(**values) for each in found for values in each]
         if options.compare_every_steps != 0:
             self.second_rank = next((rank for rank, sees in enumerate(seen) if rank and not sees), None)
@@ -136,14 +137,18 @@ class Run:
         self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
         if group.is_rank0:
             self._say_left([one for one in candidates if one.where not in passed], known)
+            step = self.newest.step if self.newest is not None else 0
+            for line in sorted({text for each in skipped for run, at, text in each
+                                if run == self.lineage.run and at > step}):
+                group.log.warning(line)
         self.saved = group.on_rank0(lambda: self._find_here(passed))
         self.second.put_aside_others(self.lineage.run)
         # Memory of rank 0's own machine may hold a lost step of any script with the same settings
-        held = [one for one in candidates if one.kind == PEER or (
+        others = [one for one in candidates if one.kind == PEER or (
             one.kind > PEER and group.hosts[one.rank] != group.hosts[0]
         )]
-        if self.newest is None and held:  # --fresh, or node 0 has lost its disk, and all agents are new
-            words = max(held, key=lambda one: one.step).words
+        if self.newest is None and others:  # --fresh, or node 0 has lost its disk, and all agents are new
+            words = max(others, key=lambda one: one.step).words
             group.log.info(f"begins anew: {words}, is of another run and not used")
 
     def _say_left(self, others: list[Candidate], known: Lineage | None) -> None:

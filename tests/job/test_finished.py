@@ -82,3 +82,23 @@ def test_restart_of_the_same_launch_repeats_the_code_behind_the_loop(forks: Fork
     output = started(forks, tmp_path, DIE="end")
     assert output.count("behind-1 False") == 2, output
     assert not re.search(NOTHING, output)
+
+
+def test_call_after_the_end_of_the_job_is_one_line_with_code_2(forks: Forks, tmp_path: Path) -> None:
+    """By then the group is gone, and another attempt may own the run. Functions of atexit still run."""
+    (tmp_path / "script.py").write_text(
+        "import atexit, rankup\njob, n = rankup.init('run', tensorboard=False), {'n': 0}\njob.track(n=n)\n"
+        "for step in job.steps(2):\n    with job.step():\n        n['n'] += 1\n"
+        "job.finish()\njob.finish()\nsaved = sorted((job.run_dir / 'checkpoints').iterdir())\n"
+        "for call in (job.save, job.step().__enter__, lambda: job.log(a=1), lambda: job.keep('a'),\n"
+        "             lambda: job.end('a'), lambda: job.gather(1), lambda: next(job.steps(9)), lambda: next(job.epochs(9)),\n"
+        "             lambda: job.evaluate([1], lambda b: {'a': (1, 1)}), lambda: job.cycle([1]),\n"
+        "             lambda: job.track(a=[]), lambda: job.recompute(lambda b: b, 1), job.change().__enter__):\n"
+        "    try:\n        call()\n    except rankup.UserError as error:\n        print('refused')\n"
+        "assert saved == sorted((job.run_dir / 'checkpoints').iterdir())\n"
+        "atexit.register(print, 'at exit')\njob.log(a=1)\n"
+    )
+    output = forks.ends(*LINE, cwds=[tmp_path], code=2)
+    assert output.count("refused") == 2 * 13, output
+    assert output.count("at exit") == 2
+    assert output.count("error: job: it must not have ended, got a call after job.finish") == 2

@@ -46,7 +46,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a link to itself": (lambda p: (shutil.rmtree(p), p.symlink_to(p)), "can't be read (Too many levels of symbo"),
     "a field of another type": (lambda p: rewrite(p, epoch="2"), "its files don't fit together (state.json: epoch "),
     "a list for a dict": (lambda p: rewrite(p, line=[]), "its files don't fit together (state.json: line is []"),
-    "lists of other lengths": (lambda p: rewrite(p, streams=[1]), "its files don't fit together (state.json: streams, "),
+    "lists of other lengths": (lambda p: rewrite(p, streams=[1]), "its files don't fit together (state.json: streams"),
     "a pass without its place": (lambda p: rewrite(p, cycles=[[1]]), "its files don't fit together (state.json: cycle"),
     "ranks without a step": (lambda p: rewrite(p, world_sizes=[[3]]), "its files don't fit together (state.json: worl"),
     "one of two flags": (lambda p: rewrite(p, flags={"a": [[1, 2]]}), "its files don't fit together (state.json: flag"),

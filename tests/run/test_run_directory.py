@@ -151,10 +151,10 @@ def test_file_or_folder_in_the_way_gives_one_line(forks: Forks, tmp_path: Path, 
         assert "error: " in output
 
 
-@pytest.mark.parametrize("name", ["logs/rank-0.log", "metrics.jsonl", "stacks/rank-0.txt", "config.yaml", "status.json"])
-def test_pipe_in_place_of_a_file_gives_one_line_and_makes_nobody_wait(
-    forks: Forks, tmp_path: Path, name: str
-) -> None:
+@pytest.mark.parametrize(
+    "name", ["logs/rank-0.log", "metrics.jsonl", "stacks/rank-0.txt", "config.yaml", "status.json"]
+)
+def test_pipe_in_place_of_a_file_makes_nobody_wait(forks: Forks, tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
     (run / name).parent.mkdir(parents=True)
     os.mkfifo(run / name)
