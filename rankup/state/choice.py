@@ -131,9 +131,11 @@ class NodeMemory(Place):
                     words, held = f"step {one.step}, whose parts were all in memory", map(int, record["ranks"])
                     yield replace(one, kind=PARTS, words=words, ranks=[*held])
                 else:
-                    raise ValueError(f"step {one.step} of {ranks} ranks, and the job has {self.group.world_size}")
+                    where = "parts in memory"  # of all nodes: one line
+                    raise ValueError(f"they are of step {one.step} of {ranks} ranks, got {self.group.world_size}")
             except (TypeError, LookupError, ValueError) as error:
-                self.skipped.append((run, step_of(path), f"{where} was skipped: {reason(error)}"))
+                why = str(error) if isinstance(error, ValueError) else reason(error)
+                self.skipped.append((run, step_of(path), f"skipped {where}: {why}"))
 
     def _is_of_this_job(self, one: Candidate, line: Lineage) -> bool:
         """Return whether this launch began the run of copy `one`, or a rank of one of its agents wrote the copy."""

@@ -250,15 +250,15 @@ def test_rescue_of_another_run_attempt_or_setting_is_never_used(node: Node, fiel
     node.rescue(7, "a", **fields)
     assert node.go_on(A, (6, "a")).words == "step-00000006"
     assert len(node.said) == ("format" in fields or "config" in fields)
-    assert all(text.startswith("the rescue in the memory of node0 was skipped: ") for text in node.said)
+    assert all(text.startswith("skipped the rescue in the memory of node0: ") for text in node.said)
 
 
 @pytest.mark.parametrize(("content", "why"), [
     (b"", "its state.json is missing or damaged"), (b'{"step": 7', "its state.json is missing or damaged"),
     (None, "its state.json is missing or damaged"),
-    (to_json(training_state(7, format=FORMAT + 1, attempt="a")), f"must be of format {FORMAT}, got format {FORMAT + 1}"),
+    (to_json(training_state(7, format=FORMAT + 1, attempt="a")), f"must be of format {FORMAT}, got format "),
     (to_json(training_state(7, attempt="a") | {"epoch": "1"}), "state.json: epoch is '1'"),
-])
+], ids=["empty", "cut", "missing", "later format", "wrong type"])
 @pytest.mark.parametrize("part", [False, True])
 def test_copy_in_memory_that_cannot_be_used_is_named_if_the_run_has_none_as_new(
     node: Node, content: bytes | None, why: str, part: bool
@@ -272,7 +272,7 @@ def test_copy_in_memory_that_cannot_be_used_is_named_if_the_run_has_none_as_new(
         path.parent.rename(path.parent.with_name(f"{RUN}.rank-00000"))
     node.go_on(A, (6, "a"))
     (said,) = node.said
-    assert said.startswith(f"{'a part' if part else 'the rescue'} in the memory of node0 was skipped: ")
+    assert said.startswith(f"skipped {'a part' if part else 'the rescue'} in the memory of node0: ")
     assert why in said
     node.go_on(A, (7, "a"))
     node.go_on(line(1, ("a", 0), run="other"), (6, "a"), of="other")  # the memory also holds copies of other runs
@@ -285,7 +285,7 @@ def test_parts_of_another_number_of_ranks_are_named(node: Node) -> None:
     path.parent.rename(path.parent.with_name(f"{RUN}.rank-00000"))
     node.go_on(A, (6, "a"))
     (said,) = node.said
-    assert said.endswith("a part in the memory of node0 was skipped: ValueError: step 7 of 3 ranks, and the job has 1")
+    assert said == "skipped parts in memory: they are of step 7 of 3 ranks, got 1"
 
 
 def test_rescue_with_other_settings_without_effect_on_weights_is_used(node: Node) -> None:
