@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from rankup.errors import UserError
 from rankup.loop.generators import CONTENT, Generators, parts_of
-from rankup.loop.order import InTensors, numbers_of, part_of, remaining
+from rankup.loop.order import in_tensors, numbers_of, part_of, remaining
 from rankup.loop.trace import last_traced
 from rankup.loop.tracked import has_state
 from rankup.loop.workers import Workers
@@ -175,7 +175,7 @@ class Split(Source):
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """Iterate over the global batches, each a list of sample indices."""
         self.begin_epoch(epoch)
-        drawn = self.orders.drawn_apart(InTensors.of(self.loader.batch_sampler), seed)
+        drawn = self.orders.drawn_apart(in_tensors(self.loader.batch_sampler), seed)
         first, kinds = next(drawn), [type(each) for each in _samplers(self.loader)]
         own = [kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.utils.data")]
         if own and not self._checked:
@@ -215,9 +215,8 @@ def source_of(
             f"batches: {type(loader).__name__} must split its samples among {world_size} ranks, because it iterates in "
             "its own way or has no batches. Give it a DistributedSampler, or use torch's DataLoader with a batch_size."
         )
-    if stateful:
-        return Source(loader, rank, device=device)
-    if isinstance(loader, Iterator) and iter(loader) is loader:  # `iter` may start workers, so others are not asked
+    # `iter` may start workers, so only an iterator is asked
+    if not stateful and isinstance(loader, Iterator) and iter(loader) is loader:
         raise UserError(
             f"batches: the loader must be an iterable that can start again, got {type(loader).__name__}, which can "
             f"neither start again nor return its state. Give it state_dict and load_state_dict. {NO_ORDER}"
@@ -246,7 +245,7 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
             sampler = loader.batch_sampler
             if splitting_sampler(loader) is not None:  # it may repeat samples, so that all ranks get the same number
                 sampler = BatchSampler(range(len(loader.dataset)), loader.batch_size or 1, drop_last=False)
-            every = list(InTensors.of(sampler))
+            every = list(in_tensors(sampler))
             mine = every[rank::world_size]
             num_own = len(mine)
             padding = every[-1:] if pad and num_own < -(-len(every) // world_size) else []

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rankup.errors import UserError
-from rankup.loop.batches import Source
 from rankup.loop.passes import Batches
 from rankup.seeds import derive_seed
 
@@ -20,17 +19,13 @@ class Cycle:
 
     def __init__(self, job: Any, batches: Batches, number: int) -> None:
         """`job`: a `rankup.loop.job.Job`. `number`: how many cycles the loop had before."""
-        self._job, self._batches, self._number = job, batches, number
+        self._job, self._batches, self._number, self.source = job, batches, number, batches.source
         self._found = self._read()
 
     @property
     def weight(self) -> float:
         """`job.weight` for the newest batch of this cycle, if a loop reads several loaders together."""
         return self._batches.weight
-
-    @property
-    def source(self) -> Source:
-        return self._batches.source
 
     def __iter__(self) -> "Cycle":
         return self
@@ -44,7 +39,7 @@ class Cycle:
         return next(self._found)
 
     def _read(self) -> Iterator[Any]:
-        job, batches, source = self._job, self._batches, self._batches.source
+        job, batches, source = self._job, self._batches, self.source
         batches.begin()
         place, state = job.loop.begin_cycle(self._number, source)
         taken = [0]

@@ -210,12 +210,7 @@ def _of_function(path: str, function: FunctionType) -> Iterator[tuple[str, Any]]
             continue
     yield from ((f"{path}({number})", each) for number, each in enumerate(function.__defaults__ or ()))
     yield from ((f"{path}({name})", each) for name, each in (function.__kwdefaults__ or {}).items())
-    yield from _globals_of(function)
-
-
-def _globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Iterate over the generators of its module that a function names."""
-    for name in function.__code__.co_names:
+    for name in function.__code__.co_names:  # variables of its module
         yield from _of_variable(name, function.__globals__.get(name))
 
 

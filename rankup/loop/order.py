@@ -1,6 +1,6 @@
 """The order of a map-style data set's samples, as torch's own samplers draw it, and each rank's part of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from itertools import cycle, islice
 from typing import Any
@@ -23,36 +23,31 @@ def numbers_of(batch: Any) -> Any:
     return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
-class InTensors:
-    """Draws the batches of torch's own batch sampler over its RandomSampler or SequentialSampler, each as a tensor of
-    indices. The sampler itself makes one Python number for each sample of the data set, on every rank; of a tensor, a
-    rank turns only its own part into numbers. Draws the same order from the same random state."""
+def in_tensors(batch_sampler: Any) -> Iterable[Any]:
+    """Return a batch sampler that draws the same batches from the same random state, each as a tensor of indices, or
+    `batch_sampler` itself unless it is torch's own over torch's RandomSampler or SequentialSampler. The sampler itself
+    makes one Python number for each sample of the data set, on every rank; of a tensor, a rank turns only its own part
+    into numbers."""
+    sampler = getattr(batch_sampler, "sampler", None)
+    own = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    return _in_tensors(batch_sampler) if type(batch_sampler) is BatchSampler and own else batch_sampler
 
-    def __init__(self, batch_sampler: BatchSampler) -> None:
-        self._batches = batch_sampler
-        self._sampler: Any = batch_sampler.sampler
 
-    @classmethod
-    def of(cls, batch_sampler: Any) -> Any:
-        """Return the batch sampler in this form, or as it is if any part of it is not torch's own."""
-        sampler = getattr(batch_sampler, "sampler", None)
-        own = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
-        return cls(batch_sampler) if type(batch_sampler) is BatchSampler and own else batch_sampler
+def _in_tensors(batch_sampler: Any) -> Iterator[torch.Tensor]:
+    order, size = _order(batch_sampler.sampler), batch_sampler.batch_size
+    end = len(order) // size * size if batch_sampler.drop_last else len(order)
+    yield from (order[begin : begin + size] for begin in range(0, end, size))
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        order, size = self._order(), self._batches.batch_size
-        end = len(order) // size * size if self._batches.drop_last else len(order)
-        return (order[begin : begin + size] for begin in range(0, end, size))
 
-    def _order(self) -> torch.Tensor:
-        number, sampler = len(self._sampler.data_source), self._sampler
-        if isinstance(sampler, SequentialSampler):
-            return torch.arange(number)
-        if (generator := sampler.generator) is None:
-            generator = torch.Generator()
-            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        times = -(-sampler.num_samples // number)
-        return torch.cat([torch.randperm(number, generator=generator) for _ in range(times)])[: sampler.num_samples]
+def _order(sampler: Any) -> torch.Tensor:
+    number = len(sampler.data_source)
+    if isinstance(sampler, SequentialSampler):
+        return torch.arange(number)
+    if (generator := sampler.generator) is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    times = -(-sampler.num_samples // number)
+    return torch.cat([torch.randperm(number, generator=generator) for _ in range(times)])[: sampler.num_samples]
 
 
 def remaining(sampler: Any, loader: Any, done: int) -> BatchSampler:

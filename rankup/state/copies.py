@@ -206,7 +206,7 @@ def to_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def staging_of(directory: Path, step: int = 0, token: str = "") -> Path:
+def staging_of(directory: Path, step: int, token: str = "") -> Path:
     """Return the path of a hidden folder in which a copy is written."""
     return directory / f"{STAGING}step-{step:08d}-{token or secrets.token_hex(4)}"
 

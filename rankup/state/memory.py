@@ -30,7 +30,7 @@ from rankup.agent.processes import memory_available
 from rankup.errors import UserError
 from rankup.places.files import open_regular, read_json, remove_unfinished
 from rankup.places.lease import Lineage, kernel_id
-from rankup.state.copies import CHUNK, STATE, Content, list_copies, list_whole, staging_of, step_of, write_durably
+from rankup.state.copies import CHUNK, STATE, Content, list_copies, list_whole, step_of, write_durably
 from rankup.state.place import SECOND, Folder
 from rankup.timing import ABANDONED_S, TURN_S
 
@@ -130,15 +130,12 @@ def keep_on_disk(run_dir: Path, jobs: Collection[str]) -> Path | None:
     folder = Folder(run_dir / "checkpoints" if line is not None else run_dir / SECOND / rescue.parent.name)
     if any(step_of(path) >= step_of(rescue) for path in list_whole(folder.path)):
         return None
-    staging = folder.stage(staging_of(folder.path, step_of(rescue)))
-    try:
-        (staging / rescue.name).mkdir()
+    with folder.incoming(step_of(rescue)) as target:
+        target.mkdir()
         for path in rescue.iterdir():
             with open_regular(path) as file:
-                write_durably(staging / rescue.name / path.name, iter(partial(file.read, CHUNK), b""))
-        return folder.put(staging / rescue.name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+                write_durably(target / path.name, iter(partial(file.read, CHUNK), b""))
+        return folder.put(target)
 
 
 def _is_ours(home: Path) -> bool:

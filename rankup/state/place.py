@@ -102,6 +102,16 @@ class Folder(Place):
         with disk_errors("checkpoint", self.path):
             return _rename(path, self.path / path.name)
 
+    @contextlib.contextmanager
+    def incoming(self, step: int) -> Iterator[Path]:
+        """Yield a path for a copy from elsewhere, which `put` then takes. It is removed after the block, and has the
+        final name of the copy, because a name must have the right step. Raises UserError."""
+        staging = self.stage(copies.staging_of(self.path, step))
+        try:
+            yield staging / f"step-{step:08d}"
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
     def write(self, step: int, files: Mapping[str, Content]) -> Path:
         """Write a copy that this process holds whole, and return its path. Raises as `publish` does."""
         self.check_owner()

@@ -16,7 +16,6 @@ import hashlib
 import logging
 import math
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -208,15 +207,11 @@ class SecondPlace(Place):
     @contextlib.contextmanager
     def open(self, one: Candidate) -> Iterator[Path]:
         """Raises Damaged too, and UserError if the disk here is full."""
-        directory = self.checkpoints.path
-        staging = copies.staging_of(directory)
-        path = staging / f"step-{one.step:08d}"  # its final name, because a name must have the right step
-        try:
-            with disk_errors("checkpoint", directory), self._asking(alone=not list_whole(directory)):
+        here = self.checkpoints
+        with here.incoming(one.step) as path:
+            with disk_errors("checkpoint", here.path), self._asking(alone=not list_whole(here.path)):
                 _download(self.place, one.where, path)
             yield path
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
 
     @contextlib.contextmanager
     def _asking(self, *, alone: bool) -> Iterator[None]:

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from rankup.loop.agreement import differing
 from rankup.loop.batches import source_of
-from rankup.loop.order import InTensors
+from rankup.loop.order import in_tensors
 from rankup.observe.stragglers import medians_of_others
 from rankup.places.lease import Lineage
 from rankup.state import reading, tree
@@ -133,19 +133,19 @@ def test_rank_turns_only_its_own_part_of_a_global_batch_into_numbers(
         patched.setattr(torch.Tensor, "tolist", lambda self: made.append(self.numel()) or to_list(self))
         patched.setattr(BatchSampler, "__iter__", None)  # it would make one number for each sample
         own = read()
-    monkeypatch.setattr("rankup.loop.order.InTensors.of", lambda sampler: sampler)
+    monkeypatch.setattr("rankup.loop.batches.in_tensors", lambda sampler: sampler)
     assert str(own) == str(read())
     assert sorted(made) == [1, 4, 4, 4][drop_last:]
 
 
 def test_order_in_tensors_is_torchs_own() -> None:
     def both(**how: Any) -> Iterator[list[list[int]]]:
-        for of in (lambda sampler: sampler, InTensors.of):
+        for of in (lambda sampler: sampler, in_tensors):
             generator = torch.Generator().manual_seed(5) if how.pop("seeded", False) else None
             sampler = BatchSampler(RandomSampler(range(10), generator=generator, **how), 4, False)
             torch.manual_seed(7)
             made = of(sampler)
-            assert isinstance(made, InTensors) == (of == InTensors.of)
+            assert (made is sampler) == (of is not in_tensors)
             yield [[int(number) for number in batch] for batch in made]
 
     for how in ({}, {"num_samples": 7}, {"num_samples": 25}, {"num_samples": 20}):
