@@ -175,8 +175,12 @@ class Run:
             def in_place(path: Path) -> Path:
                 return folder / path.relative_to(path.parents[fetched])
 
+            def check(path: Path, record: dict[str, Any]) -> None:
+                # What was fetched is removed if it is refused. Only rank 0, which has the places, checks it
+                options.check(Path(self.places[one.kind].place.url, one.where) if fetched else path, record)
+
             copy = load(
-                group, one, opened, check=options.check, others=[] if one.parts else [*others, folder / name],
+                group, one, opened, check=check, others=[] if one.parts else [*others, folder / name],
                 in_place=in_place if options.sharded and one.kind < PEER else None,
             )
             if fetched:

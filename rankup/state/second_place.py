@@ -46,7 +46,7 @@ BEFORE_WATCHDOG = 0.9  # the share of a deadline for requests: the watchdog fail
 def newest_run(place: ObjectStore, names: Iterable[str]) -> tuple[int, Lineage | None]:
     """Return the number of the last owner that wrote a good run.json, and its lineage; 0 and None if there is no run.
     `names`: all names at the place."""
-    for number in range(max(map(number_of, names), default=0), 0, -1):
+    for number in sorted({*map(number_of, names)} - {0}, reverse=True):  # a stranger's name may have any number
         name = f"{folder_of(number)}/{FILE}"
         if name in names and (found := Lineage.of(place.read_json(name))):
             return number, found

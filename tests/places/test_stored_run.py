@@ -77,6 +77,13 @@ def test_run_file_that_is_unreadable_or_leads_out_of_its_folder_is_ignored(url: 
     assert newest_run(there, there.names()) == (0, None)
 
 
+def test_folder_of_a_stranger_with_a_large_number_is_passed_over_at_once(url: str) -> None:
+    there, line = ObjectStore.open(url, warn=str), Lineage(RUN, "", "", [], 1)
+    there.write("00000001/run.json", json.dumps(line.values()).encode())
+    there.write("202611291745000/notes.txt", b"of that minute")
+    assert newest_run(there, there.names()) == (1, line)
+
+
 def test_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path) -> None:
     rng = random.Random(0)
     store = open_store(url, tmp_path / "here")

@@ -1,6 +1,7 @@
 """Which of several copies a run resumes from, and which copies it never uses."""
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,11 @@ from rankup.places.lease import Lineage
 from rankup.state.choice import NodeMemory, in_order
 from rankup.state.copies import to_json
 from rankup.state.memory import keep_on_disk, list_held, write_rescue
-from rankup.state.place import CHECKPOINT, PEER, RESCUE, SECOND, Candidate
+from rankup.state.place import CHECKPOINT, MIRROR, PEER, RESCUE, SECOND, Candidate, Folder
 from rankup.state.run import Run
 from rankup.state.saver import Options
-from tests.rigs.checkpoints import files_of, flip, save, training_state
+from rankup.state.second_place import SecondPlace
+from tests.rigs.checkpoints import files_of, flip, save, second_place, training_state
 from train.config import Config
 from train.run.run_directory import _check_settings
 
@@ -66,7 +68,7 @@ class Node:
 
     def go_on(
         self, known: Lineage | None, newest: tuple[int, str] | None = None, *, damaged: bool = False, of: str = RUN,
-        replaced: bool = False, fresh: bool = False,
+        replaced: bool = False, fresh: bool = False, mirror: SecondPlace | None = None,
     ) -> Run:
         """Resume. `newest`: step and attempt of rank 0's checkpoint of the run `of`. `replaced`: it is there twice."""
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
@@ -81,7 +83,8 @@ class Node:
         check = partial(_check_settings, config=Config(), group=group)
         run = Run(group, Options(check=partial(check_record, more=check), fresh=fresh))
         run.token, run.lineage = "", known or line(0, run="new")
-        run._found = [*run.checkpoints.list()]
+        run.places = {MIRROR: mirror} if mirror else {}
+        run._found = [*(mirror.list() if mirror else ()), *run.checkpoints.list()]
         run._choose()
         return run
 
@@ -127,6 +130,19 @@ def test_checkpoint_of_another_run_gives_its_id_only_to_a_folder_without_one(nod
     """Otherwise this run would remove the other run's copies in memory."""
     assert node.go_on(A, (9, "x"), of="other").lineage.run == RUN
     assert node.go_on(None, (9, "x"), of="other").lineage.run == "other"
+
+
+def test_copy_of_a_mirror_that_is_refused_is_named_where_it_is(node: Node, tmp_path: Path) -> None:
+    """The folder into which it was fetched is gone."""
+    mirror = second_place(str(tmp_path / "mirror"), node.run_dir, "it", Options(), required=False)
+    state = training_state(8, format=FORMAT + 1, attempt="a")
+    mirror.run, mirror.lease.number = RUN, 1
+    mirror.put(Folder(tmp_path / "elsewhere").write(8, files_of(state, {"weight": torch.ones(3)})))
+    (path,) = tmp_path.glob("mirror/run/*/checkpoints/*/*")
+    where = path.relative_to(tmp_path / "mirror/run")
+    mirror._listed = [replace(Candidate.of(where, state), kind=MIRROR, step=8, attempt="a", run=RUN)]
+    with pytest.raises(UserError, match=f"^checkpoint: {path} must be of format {FORMAT}, got format "):
+        node.go_on(A, mirror=mirror)
 
 
 def test_later_checkpoint_that_is_not_used_and_a_start_without_one_are_reported(node: Node) -> None:
