@@ -255,7 +255,9 @@ def open_checkpoint(
     checkpoint that the caller can't use. Raises UserError if there is no checkpoint or it is damaged, and PeerLost if
     an object store does not answer within `timeout_s` seconds.
     """
-    own = partial(check_record, more=check)
+    def own(path: Path, record: dict[str, Any]) -> None:
+        # A message must not name the folder of a download, which is removed
+        check_record(Path(named) if is_url(named := str(place or run_dir)) else path, record, more=check)
 
     def find() -> list[str]:
         """Return the folders to try. An address is downloaded for as long as `stack` is open."""

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rankup.errors import UserError
+from rankup.job import open_checkpoint
+from rankup.loop.settings import FORMAT
 from rankup.places.lease import Lineage
 from rankup.places.object_store import ObjectStore
 from rankup.state.copies import Damaged
+from rankup.state.place import Folder
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace, _copies, newest_run
-from tests.rigs.checkpoints import damaged, fetch, newest, save, second_place, steps
+from tests.rigs.checkpoints import damaged, fetch, files_of, newest, save, second_place, steps, training_state
 
 RUN = "0123456789abcdef"
 
@@ -75,6 +79,15 @@ def test_run_file_that_is_unreadable_or_leads_out_of_its_folder_is_ignored(url: 
     there = ObjectStore.open(url, warn=str)
     there.write("00000001/run.json", content.encode())
     assert newest_run(there, there.names()) == (0, None)
+
+
+def test_copy_of_a_later_format_is_refused_by_its_address(url: str, tmp_path: Path) -> None:
+    store = open_store(f"file://{url}", tmp_path / "here")
+    files = files_of(training_state(8, format=FORMAT + 1), {"weight": torch.ones(3)})
+    store.upload(Folder(tmp_path / "here").write(8, files))
+    store.place.write("00000001/run.json", json.dumps(Lineage(RUN, "", "", [], 1).values()).encode())
+    with pytest.raises(UserError, match=rf"^checkpoint: file:{url}/run must be of format {FORMAT}, got format "):
+        open_checkpoint(f"file://{url}/run")
 
 
 def test_folder_of_a_stranger_with_a_large_number_is_passed_over_at_once(url: str) -> None:
