@@ -60,8 +60,8 @@ def _tensors(items: dict[str, Any]) -> Iterator[Any]:
                     yield from (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
 
 
-def _gradients(items: dict[str, Any]) -> Iterator[Any]:
-    for tensor in _tensors({name: item for name, item in items.items() if isinstance(item, nn.Module)}):
+def _gradients(module: nn.Module) -> Iterator[Any]:
+    for tensor in module.parameters():
         if tensor.grad is not None:
             yield tensor.grad.to_dense() if tensor.grad.layout is torch.sparse_coo else tensor.grad
 
@@ -186,7 +186,7 @@ class Agreement:
         modules = {name: item for name, item in self._items.items() if isinstance(item, nn.Module)}
         optimizers = {name: item for name, item in self._items.items() if isinstance(item, Optimizer)}
         weights = {name: digests_of({name: module}) for name, module in modules.items()}
-        gradients = {name: digests_by_place(_gradients({name: module})) for name, module in modules.items()}
+        gradients = {name: digests_by_place(_gradients(module)) for name, module in modules.items()}
         # After a flipped bit only a few tensors of an optimizer differ, and DDP still gives all ranks equal gradients
         states = {name: [_digest([each]) for each in _tensors({name: item})] for name, item in optimizers.items()}
         found = self.group.gather([weights, gradients, states, unwrapped(self._items)])

@@ -119,9 +119,7 @@ def _seed(generator: Any, seed: int) -> None:
 def _state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
 
 
 def is_generator(value: Any) -> bool:

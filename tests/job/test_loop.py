@@ -202,6 +202,7 @@ def test_state_that_differs_among_ranks_is_reported_once(forks: Forks, tmp_path:
 
 @pytest.mark.parametrize(("line", "what"), [
     ("job.track(own=[job.rank])", "track: own"),
+    ("from torch import nn\njob.track(net=nn.PReLU(init=0.1 * job.rank))", "track: net"),
     ("next(iter(job.batches(DataLoader(range(9), sampler=[job.rank] * 9))))", "batches: the order of the samples"),
 ])
 def test_ranks_that_must_be_equal_and_differ_are_refused(

@@ -254,15 +254,6 @@ def test_optimizer_of_parameters_that_no_tracked_object_has_is_refused(
     assert "track: adam must train only parameters of tracked objects, got 2 of 8 tensors that belong to none" in output
 
 
-def test_module_and_optimizer_that_are_not_tracked_are_reported(forks: Forks, tmp_path: Path) -> None:
-    text = script(
-        "head = DistributedDataParallel(nn.Linear(8, 1))\nmodel = DistributedDataParallel(net)\n"
-        "sgd = torch.optim.SGD(head.parameters(), 0.1)\n" + trained("head(model(batch(step)))", inside="sgd.step()")
-    )
-    output = ran(forks, tmp_path, text, ranks=2)
-    assert output.count("track: SGD steps and is not tracked: a restart resets its parameters") >= 1
-
-
 def test_look_at_optimizers_keeps_no_tensor_of_the_loop_alive(forks: Forks, tmp_path: Path) -> None:
     text = (
         "import weakref\nimport torch, rankup\njob = rankup.init('run')\nnet = torch.nn.Linear(4, 1)\n"
