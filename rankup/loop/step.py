@@ -20,6 +20,7 @@ class Step:
         self.values: dict[str, Any] = {}
         self.inside = False
         self._line: dict[str, Any] | None = None  # this step's training line, if it gets one
+        self._first_of_epoch = 0  # the number of the newest step that began an epoch
         self._job, self._loop, self._position = job, job.loop, job.position
         self._clock, self._tracked, self._commit_lock = job.clock, job.tracked, job.commit_lock
 
@@ -44,6 +45,8 @@ class Step:
         if tracked.shared or line is not None:
             self._clock.mark(WAITING)
         if line is not None or self._loop.epoch != job.saving.flags_epoch:
+            if self._loop.epoch != job.saving.flags_epoch:
+                self._first_of_epoch = number
             job.saving.note_flags(self._loop.epoch)
             if self._loop.has_epochs and not (self._loop.streams or self._loop.running):
                 job.warn_of_own_batches()
@@ -82,7 +85,7 @@ class Step:
         job, run = self._job, self._job.run
         job.enter_step()
         self._tracked.check_kept()
-        if step <= job.progress.first_step + LOOKS and job.is_main:
+        if (step <= job.progress.first_step + LOOKS or step == self._first_of_epoch) and job.is_main:
             job.look_for_unkept()
         if self._line is not None:
             job.reporting.metrics.write(self._line)

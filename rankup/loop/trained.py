@@ -169,18 +169,20 @@ def _scaler() -> Any:
     return None
 
 
-def watch_optimizers(tracked: Tracked, say: Callable[[str], None]) -> None:
+def watch_optimizers(tracked: Tracked, say: Callable[[str], None]) -> set[int]:
     """Look at each optimizer that steps during the first steps.
 
     Raises UserError in the step of a tracked optimizer that trains parameters of no tracked object: a resume would give
     it a state that belongs to other weights. Calls `say` once for each optimizer and GradScaler that is not tracked, if
-    a restart would reset its state or its parameters.
+    a restart would reset its state or its parameters. Returns the ids of these parameters and GradScalers, a set that
+    grows.
     """
+    said = set[int]()
     if any(not isinstance(item, HOLD_NO_OPTIMIZER) for item in tracked.items.values()):
-        return  # such an item may hold modules and optimizers
+        return said  # such an item may hold modules and optimizers
     optimizers = {name: item for name, item in tracked.items.items() if isinstance(item, Optimizer)}
     kept = {name: parameters_of(item) for name, item in optimizers.items()}
-    said, this = set[int](), weakref.ref(tracked)  # torch never removes the hook
+    this = weakref.ref(tracked)  # torch never removes the hook
 
     def look(optimizer: Optimizer, *_: Any) -> None:
         if (tracked := this()) is None or not tracked.in_first_steps:
@@ -209,3 +211,4 @@ def watch_optimizers(tracked: Tracked, say: Callable[[str], None]) -> None:
             say(f"track: {kind} steps and is not tracked: a restart resets {what}, and the weights will differ")
 
     register_optimizer_step_post_hook(look)
+    return said

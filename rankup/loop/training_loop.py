@@ -12,7 +12,7 @@ from rankup.loop.arguments import iterable, switch, whole_number
 from rankup.loop.batches import evaluation_batches
 from rankup.loop.cycle import Cycle
 from rankup.loop.passes import Batches
-from rankup.loop.position import LoopState
+from rankup.loop.position import OVER, LoopState
 from rankup.loop.reporting import Reporting
 from rankup.loop.saving import Saving
 from rankup.loop.settings import Settings
@@ -49,7 +49,10 @@ class TrainingLoop:
         self._cycles: dict[int, Cycle] = {}  # by id of the loader
         self._begun = self._closed = self.repeats_calls = self._late_options = self._own_batches = False
         self._step = Step(self)
-        self._unkept = Unkept(self.tracked.items, group.log.warning)
+        self._unkept = Unkept(self.tracked.items, group.log.warning, group.log.info)
+        self._trained = set[int]()  # see `watch_optimizers`
+        # The epoch of the copy, and whether the copy was made inside of it
+        self._resumed_in = position.epoch, any(each not in (0, OVER) for each in position.streams)
 
     @property
     def epoch(self) -> int:
@@ -265,7 +268,7 @@ class TrainingLoop:
         self.saving.begin()
         run.begin(step, lambda: self.reporting.open(commit, changed=changed))
         run.newest = None  # frees the restored state, which every rank would otherwise keep in memory
-        trained.watch_optimizers(self.tracked, group.log.warning)
+        self._trained = trained.watch_optimizers(self.tracked, group.log.warning)
         group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         group.stop.finish_step_first = True
         self.agreement.begin(step)
@@ -326,8 +329,13 @@ class TrainingLoop:
             )
 
     def look_for_unkept(self) -> None:
+        """Say what changes and is in no copy, and in an attempt that resumed in the middle of a loop also which of the
+        loop's variables have begun anew."""
         sources = [each.source for each in self._batches.values()] + [each.source for each in self._cycles.values()]
-        self._unkept.look([own for each in sources for own in (each.orders, each.content)])
+        (epoch, inside), resumed = self._resumed_in, self.progress.first_step > 0
+        outer = resumed and (epoch > 0 or not self.loop.has_epochs)
+        inner = resumed and (not self.loop.has_epochs or (inside and self.epoch == epoch))
+        self._unkept.look(sources, self._trained, outer=outer, inner=inner)
 
     def reseed(self) -> None:
         """Seed all random numbers from the step, the batches fetched since, and the rank. Then copies need no state."""
