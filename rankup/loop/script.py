@@ -8,6 +8,7 @@ import re
 import sys
 import sysconfig
 import textwrap
+import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType, GeneratorType
 from typing import Any, NamedTuple
@@ -47,8 +48,10 @@ def of_library(kind: type) -> bool:
 
 def intercepts(kind: type) -> bool:
     """Return whether even a look at an object of this class may run code of the user, as for a proxy or a mock."""
-    return any(isinstance(vars(each).get(name), FunctionType | property) for each in kind.__mro__
-               for name in ("__getattribute__", "__class__"))
+    return kind in weakref.ProxyTypes or any(
+        isinstance(vars(each).get(name), FunctionType | property) for each in kind.__mro__
+        for name in ("__getattribute__", "__class__")
+    )
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -103,8 +106,12 @@ class Accesses(ast.NodeVisitor):
             name for name, is_read in self.first.items()
             if is_read and name in self.assigned and re.match(r"[\w.]+(\[|$)", name)
             and all(self.first.get(each, True) for each in _prefixes(name))
-            and not all(value is not None and CLOCK.search(ast.unparse(value)) for value in self.assigned[name])
+            and not all(map(self._tells_time, self.assigned[name]))
         ]
+
+    def _tells_time(self, value: ast.expr | None) -> bool:
+        values = self.assigned.get(value.id, [value]) if isinstance(value, ast.Name) else [value]
+        return all(each is not None and CLOCK.search(ast.unparse(each)) for each in values)
 
     def _access(self, node: Any, value: ast.expr | None = None, *, read: bool = False) -> None:
         self.generic_visit(node)

@@ -333,7 +333,7 @@ class TrainingLoop:
         loop's variables have begun anew."""
         sources = [each.source for each in self._batches.values()] + [each.source for each in self._cycles.values()]
         (epoch, inside), resumed = self._resumed_in, self.progress.first_step > 0
-        outer = resumed and (epoch > 0 or not self.loop.has_epochs)
+        outer = resumed and (self.epoch > 0 or not self.loop.has_epochs)
         inner = resumed and (not self.loop.has_epochs or (inside and self.epoch == epoch))
         self._unkept.look(sources, self._trained, outer=outer, inner=inner)
 

@@ -203,9 +203,11 @@ def _unsaved(modules: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Modul
             found = {key: each._buffers.get(key) for key in each._non_persistent_buffers_set}
             own = [kind for kind in type(each).__mro__ if not of_library(kind)]
             if own and all(getattr(type(each), word) is getattr(nn.Module, word) for word in SAVING):
-                # What has a gradient is no state: the next backward pass could not use it
-                found |= {key: value for key, value in attributes(each).items() if key not in OF_MODULES
-                          and (type(value) in NUMBERS or (type(value) is torch.Tensor and not value.requires_grad))}
+                # What has a gradient is no state: the next backward pass could not use it. torch computes `weight` from
+                # weight_orig or weight_g
+                found |= {key: value for key, value in attributes(each).items()
+                          if (type(value) in NUMBERS or (type(value) is torch.Tensor and not value.requires_grad))
+                          and key not in OF_MODULES and not any(one.startswith(f"{key}_") for one in each._parameters)}
             yield from ((".".join(filter(None, (name, path, key))), key, each, value) for key, value in found.items())
 
 

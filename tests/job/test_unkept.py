@@ -16,6 +16,7 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.b, self.drop = nn.Linear(4, 4), nn.Linear(4, 1), nn.Dropout(0.0)
         self.first, self.second = KINDS
+        self.level, self.calls = torch.zeros(()), 0
         self.register_buffer("mean", torch.zeros(()), persistent=False)
         self.register_buffer("mask", torch.ones(4), persistent=False)
         self.register_buffer("kept", torch.zeros(()))
@@ -64,6 +65,9 @@ def script(**parts: str) -> str:
     ({"forward": "self.mean = 0.9 * self.mean + 0.1 * x.mean()"}, ["buffer model.mean"]),
     ({"forward": "self.mean.add_(1), self.kept.add_(1)", "loops": "main.random()"},
      ["generator main", "buffer model.mean"]),
+    ({"forward": "self.level = 0.9 * self.level + x.mean(); self.calls += 1"},
+     ["attribute model.level", "attribute model.calls"]),
+    ({"forward": "self.shown = x * 2; self.calls = float(x.sum()); self.aux = self.a(x).mean()"}, []),
     ({"loops": "main = random.Random(job.step_number); x = x + main.random() + torch.rand(())"}, []),
     ({}, []),
 ])
@@ -73,6 +77,105 @@ def test_state_that_no_copy_holds_is_said_once(
     output = ran(forks, tmp_path, script(**parts))
     assert output.count("changes in each step, and no checkpoint holds it") == len(named)
     assert all(f"track: the {each} changes in each step" in output for each in named)
+
+
+FUNCTIONS = """
+import gc, os, random, signal, torch, weakref, rankup
+from torch import nn
+
+class Own:  # an average of a script's own, without a state_dict
+    def __init__(self, model):
+        self.model, self.shadow = model, {key: each.clone() for key, each in model.state_dict().items()}
+    def update(self):
+        for key, each in self.model.state_dict().items():
+            self.shadow[key] = 0.9 * self.shadow[key] + 0.1 * each
+
+class Raises:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+class Meter:
+    def __init__(self):
+        self.sum = self.last = 0
+    def update(self, value):
+        self.sum, self.last = self.sum + value, torch.ones(3)
+
+class Trainer:
+    def __init__(self, job):
+        self.job, self.model = job, nn.Linear(4, 1)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.sgd, 30)
+        self.ema, self.own = torch.optim.swa_utils.AveragedModel(self.model), Own(self.model)
+        self.rng, self.meter, self.odd, self.steps = random.Random(0), Meter(), Raises(), <start>
+        self.state = {"best": 9.0}
+        job.track(model=self.model, sgd=self.sgd, state=self.state, **<tracked>)
+    def run(self, loader):
+        for epoch in self.job.epochs(4):
+            self.one_epoch(loader)
+            <epoch>
+    def one_epoch(self, loader):
+        total, kept = 0.0, []
+        for i, x in enumerate(self.job.batches(loader)):
+            loss = self.model(x).square().mean()
+            self.sgd.zero_grad()
+            loss.backward()
+            with self.job.step():
+                self.sgd.step()
+                <step>
+            kept.append(weakref.ref(loss))
+            del loss, x
+            gc.collect()
+            assert kept[-1]() is None, "a look keeps the graph"
+            if self.job.step_number == int(os.environ.get("STOP", -1)):
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not self.job.group.stop.requested:
+                    pass
+
+def main():
+    job = rankup.init("run", tensorboard=False)
+    Trainer(job).run(torch.utils.data.DataLoader(torch.arange(32.0).reshape(8, 4) / 40, batch_size=2))
+    job.finish()
+
+main()
+"""
+
+
+def functions(step: str = "pass", *, start: str = "0", tracked: str = "{}", epoch: str = "pass") -> str:
+    text = FUNCTIONS
+    for name, part in {"<start>": start, "<tracked>": tracked, "<epoch>": epoch, "<step>": step}.items():
+        text = text.replace(name, part)
+    return text
+
+
+@pytest.mark.parametrize(("text", "named"), [
+    (functions("self.ema.update_parameters(self.model), self.own.update(), self.rng.random()"),
+     ["self.ema changes in each step", "self.own changes in each step", "the generator self.rng changes in each step"]),
+    (functions("self.schedule.step()"), ["self.schedule changes in each step"]),
+    (functions(epoch="self.schedule.step()"), ["self.schedule changes in each epoch"]),
+    (functions("self.ema.update_parameters(self.model), self.meter.update(1), setattr(self, 'steps', 1)",
+               tracked="dict(ema=self.ema)"), []),
+])
+def test_changes_in_variables_of_functions_and_attributes_of_self_are_said(
+    text: str, named: list[str], forks: Forks, tmp_path: Path
+) -> None:
+    output = ran(forks, tmp_path, text)
+    assert output.count(", and no checkpoint holds it") == len(named)
+    assert all(f"track: {each}" in output for each in named)
+
+
+@pytest.mark.parametrize(("text", "stop", "named"), [
+    (functions("total += i; self.steps += 1", epoch="self.last = 1"), 6, "self.steps, total and i begin anew"),
+    (functions("total += i; self.steps += 1"), 4, "self.steps begins anew"),  # at the end of an epoch
+    (functions(epoch="self.last = self.last + 1 if epoch else 1"), 2, ""),  # no pass of this loop has ended
+    (functions("self.steps += 1; self.state['best'] = min(self.state['best'], 1.0)", start="job.step_number"), 6, ""),
+])
+def test_variables_that_begin_anew_are_said_in_the_resume(
+    text: str, stop: int, named: str, forks: Forks, tmp_path: Path
+) -> None:
+    assert "anew" not in ran(forks, tmp_path, text, code=143, STOP=str(stop))
+    output = ran(forks, tmp_path, text)
+    assert output.count("anew in this resume") == bool(named)
+    assert named in output
 
 
 @pytest.mark.parametrize(("epoch", "said"), [
