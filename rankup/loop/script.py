@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 OWN = (os.path.dirname(os.path.dirname(__file__)) + os.sep, sysconfig.get_path("stdlib") + os.sep)
 INSTALLED = re.compile(r"^<frozen|[\\/](site|dist)-packages[\\/]")
 CLOCK = re.compile(r"\b(time|perf_counter|monotonic|now|elapsed_time)\b")
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 PASSES = {"epochs", "batches", "steps"}  # the iterators of a job that make passes over a loop's body
 
 
@@ -173,42 +174,51 @@ def _prefixes(name: str) -> list[str]:
     return whole if "[" in name else whole[:-1]
 
 
-def loops_around(tree: ast.AST, line: int) -> list[Any]:
-    """Return the `for` and `while` statements whose bodies hold this line of a function, the outermost first."""
+def around(tree: ast.AST, line: int) -> list[Any]:
+    """Return the function that has this line, if any, and its `for` and `while` statements whose bodies hold the line,
+    the outermost first."""
     found: list[Any] = []
     for node in ast.walk(tree):  # breadth first
         if getattr(node, "lineno", line + 1) <= line <= (getattr(node, "end_lineno", 0) or 0):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.clear()
-            elif isinstance(node, ast.For | ast.AsyncFor | ast.While) and line <= (node.body[-1].end_lineno or 0):
+                found = [node]
+            elif isinstance(node, LOOPS) and line <= (node.body[-1].end_lineno or 0):
                 found.append(node)
     return found
 
 
 def handed_on(found: list[Scope], known: Callable[[Any], bool], *, outer: bool, inner: bool) -> list[str]:
-    """Return the variables that the loops around the current lines hand from one pass to the next, and the index of an
-    `enumerate` around a job's own iterator. `known`: whether a checkpoint holds a value, or it is rankup's. `outer`:
-    whether this attempt resumed in the middle of the loop over epochs, or of the outermost one. `inner`: of the loops
-    in it."""
+    """Return the variables that the loops around the current lines hand from one pass to the next, also in attributes
+    of `self` that functions called in these loops change, and the index of an `enumerate` around a job's own iterator.
+    `known`: whether a checkpoint holds a value, or it is rankup's. `outer`: whether this attempt resumed in the middle
+    of the loop over epochs, or of the outermost one. `inner`: of the loops in it."""
     trees = [_tree(each) for each in found]
-    loops = [(scope, loop) for scope, tree in zip(found, trees, strict=True) for loop in loops_around(tree, scope.line)]
-    passes = [_passes(scope, loop) for scope, loop in loops]
-    last_outer = next((number for number, names in enumerate(passes) if "epochs" in names), 0)
+    chain = [(scope, node) for scope, tree in zip(found, trees, strict=True) for node in around(tree, scope.line)]
+    while chain and not isinstance(chain[0][1], LOOPS):
+        chain.pop(0)
+    passes = [_passes(scope, node) for scope, node in chain]
+    epochs = next((number for number, names in enumerate(passes) if "epochs" in names), 0)
+    begin = next((n for n, (_, node) in enumerate(chain) if n > epochs and isinstance(node, LOOPS)), len(chain))
     kept = {
         name for scope in found for name in _names(scope)
         if known(value := scope.value(name)) and not hasattr(type(value), "named_modules")  # is no module
     }
-    names = dict[str, None]()
-    for number, (scope, loop) in enumerate(loops):
-        if outer if number <= last_outer else inner:
-            accesses = Accesses(loop.test if isinstance(loop, ast.While) else loop.target, *loop.body)
-            for name in [*accesses.handed_on(), *_index(loop, passes[number], accesses)]:
-                short = name.partition("[")[0]
-                held = any(known(scope.value(each)) for each in (*_prefixes(name), short))
-                if not held and not any(_restored(tree, name, kept) for tree in trees):
-                    names[short] = None
-        if passes[number] & {"batches", "steps"}:
-            break  # no loop in its body goes on from one step to the next
+    names, fresh, over = dict[str, None](), set[str](), False
+    for number, (scope, node) in enumerate(chain):
+        is_loop, lost = isinstance(node, LOOPS), outer if number < begin else inner
+        if is_loop and over:
+            continue  # no loop in the body of one over batches goes on from one step to the next
+        over |= bool(passes[number] & {"batches", "steps"})
+        head = [node.test] if isinstance(node, ast.While) else [node.target] if is_loop else []
+        accesses = Accesses(*head, *node.body)
+        fresh |= {name for name, is_read in accesses.first.items() if number > epochs and not is_read}
+        for name in [*accesses.handed_on(), *_index(node, passes[number], accesses)]:
+            short, own = name.partition("[")[0], name.startswith("self.")
+            held = any(known(scope.value(each)) for each in (*_prefixes(name), short))
+            if (own or is_loop) and (lost or (outer and own and name not in fresh)) and not held and not any(
+                _restored(tree, name, kept) for tree in trees
+            ):
+                names[short] = None
     return [*names]
 
 
@@ -227,7 +237,7 @@ def _names(scope: Scope) -> Iterator[str]:
 def _passes(scope: Scope, loop: Any) -> set[str]:
     """Return which iterators of a job this loop reads: epochs, batches, steps."""
     found = set[str]()
-    for node in ast.walk(loop.iter) if not isinstance(loop, ast.While) else ():
+    for node in ast.walk(loop.iter) if isinstance(loop, ast.For | ast.AsyncFor) else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             found.add(node.func.attr)
         elif isinstance(node, ast.Name | ast.Attribute):
@@ -272,7 +282,7 @@ def _restored(tree: ast.AST, name: str, kept: set[str]) -> bool:
 def overwritten(kind: type, name: str, found: list[Scope]) -> bool:
     """Return whether all code that assigns to this attribute of a class does so before it reads it. It then only shows
     a value, and hands nothing on."""
-    code = [Accesses(*loops[0].body) for each in found if (loops := loops_around(_tree(each), each.line))]
+    code = [Accesses(*nodes[0].body) for each in found if (nodes := around(_tree(each), each.line))]
     for function in [each for one in kind.__mro__ for each in vars(one).values() if isinstance(each, FunctionType)]:
         if function.__name__ != "__init__" and not in_library(inspect.unwrap(function).__code__.co_filename):
             try:

@@ -147,33 +147,32 @@ def functions(step: str = "pass", *, start: str = "0", tracked: str = "{}", epoc
     return text
 
 
-@pytest.mark.parametrize(("text", "named"), [
-    (functions("self.ema.update_parameters(self.model), self.own.update(), self.rng.random()"),
+@pytest.mark.parametrize(("parts", "named"), [
+    ({"step": "self.ema.update_parameters(self.model), self.own.update(), self.rng.random()"},
      ["self.ema changes in each step", "self.own changes in each step", "the generator self.rng changes in each step"]),
-    (functions("self.schedule.step()"), ["self.schedule changes in each step"]),
-    (functions(epoch="self.schedule.step()"), ["self.schedule changes in each epoch"]),
-    (functions("self.ema.update_parameters(self.model), self.meter.update(1), setattr(self, 'steps', 1)",
-               tracked="dict(ema=self.ema)"), []),
+    ({"step": "self.schedule.step()"}, ["self.schedule changes in each step"]),
+    ({"epoch": "self.schedule.step()"}, ["self.schedule changes in each epoch"]),
+    ({"step": "self.ema.update_parameters(self.model), self.meter.update(1)", "tracked": "dict(ema=self.ema)"}, []),
 ])
 def test_changes_in_variables_of_functions_and_attributes_of_self_are_said(
-    text: str, named: list[str], forks: Forks, tmp_path: Path
+    parts: dict[str, str], named: list[str], forks: Forks, tmp_path: Path
 ) -> None:
-    output = ran(forks, tmp_path, text)
+    output = ran(forks, tmp_path, functions(**parts))
     assert output.count(", and no checkpoint holds it") == len(named)
     assert all(f"track: {each}" in output for each in named)
 
 
-@pytest.mark.parametrize(("text", "stop", "named"), [
-    (functions("total += i; self.steps += 1", epoch="self.last = 1"), 6, "self.steps, total and i begin anew"),
-    (functions("total += i; self.steps += 1"), 4, "self.steps begins anew"),  # at the end of an epoch
-    (functions(epoch="self.last = self.last + 1 if epoch else 1"), 2, ""),  # no pass of this loop has ended
-    (functions("self.steps += 1; self.state['best'] = min(self.state['best'], 1.0)", start="job.step_number"), 6, ""),
+@pytest.mark.parametrize(("parts", "stop", "named"), [
+    ({"step": "total += i; self.steps += 1"}, "6", "total, self.steps and i begin anew"),
+    ({"step": "total += i; self.steps += 1"}, "4", "self.steps begins anew"),  # at the end of an epoch
+    ({"epoch": "self.last = self.last + 1 if epoch else 1"}, "2", ""),  # no pass of this loop has ended
+    ({"step": "self.steps += 1; self.state['best'] = 0.5", "start": "job.step_number"}, "6", ""),
 ])
 def test_variables_that_begin_anew_are_said_in_the_resume(
-    text: str, stop: int, named: str, forks: Forks, tmp_path: Path
+    parts: dict[str, str], stop: str, named: str, forks: Forks, tmp_path: Path
 ) -> None:
-    assert "anew" not in ran(forks, tmp_path, text, code=143, STOP=str(stop))
-    output = ran(forks, tmp_path, text)
+    assert "anew in this" not in ran(forks, tmp_path, functions(**parts), code=143, STOP=stop)
+    output = ran(forks, tmp_path, functions(**parts))
     assert output.count("anew in this resume") == bool(named)
     assert named in output
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rankup.loop.script import Accesses, Scope, handed_on, in_library, loops_around, scopes
+from rankup.loop.script import Accesses, Scope, around, handed_on, in_library, scopes
 
 
 class Job:
@@ -79,6 +79,34 @@ def test_variables_of_the_loops_that_resumed_in_the_middle_are_named(
     assert handed_on([scope._replace(file="<none>")], lambda value: False, outer=True, inner=True) == []
 
 
+TRAINER = """
+class Trainer:
+    def run(self):
+        for epoch in self.job.epochs(3):
+            self.epoch()
+    def epoch(self):
+        self.mean = 0.0
+        for x in self.job.batches(self.loader):
+            self.mean += x
+            self.step(x)
+    def step(self, x):
+        self.steps += 1
+        count += 1
+"""
+
+
+@pytest.mark.parametrize(("outer", "inner", "names"), [
+    (True, True, ["self.mean", "self.steps"]), (True, False, ["self.steps"]), (False, False, []),
+])
+def test_attributes_that_functions_called_in_the_loop_change_are_named(
+    outer: bool, inner: bool, names: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(TRAINER)
+    scopes = [Scope({}, {}, str(file), line) for line in (5, 10, 12)]
+    assert handed_on(scopes, lambda value: False, outer=outer, inner=inner) == names
+
+
 @pytest.mark.parametrize(("head", "names"), [
     ("i, x in enumerate(job.batches(loader))", ["i"]),
     ("i, (x, y) in tqdm(enumerate(job.batches(loader)), total=3)", ["i"]),
@@ -102,7 +130,8 @@ def test_loops_end_at_the_function_that_is_called_in_them() -> None:
         else:
             pass
     """))
-    assert [[ast.unparse(loop.target) for loop in loops_around(tree, line)] for line in (5, 6, 8)] == [["b"], ["a"], []]
+    found = [[ast.unparse(node).splitlines()[0] for node in around(tree, line)] for line in (5, 6, 8)]
+    assert found == [["def inner():", "for b in x:"], ["for a in x:"], []]
 
 
 def test_look_at_variables_keeps_none_of_them_alive() -> None:
