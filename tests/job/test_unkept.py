@@ -163,7 +163,7 @@ def test_changes_in_variables_of_functions_and_attributes_of_self_are_said(
 
 
 @pytest.mark.parametrize(("parts", "stop", "named"), [
-    ({"step": "total += i; self.steps += 1"}, "6", "total, self.steps and i begin anew"),
+    ({"step": "total += i; self.steps += 1"}, "6", "self.steps, total and i begin anew"),
     ({"step": "total += i; self.steps += 1"}, "4", "self.steps begins anew"),  # at the end of an epoch
     ({"epoch": "self.last = self.last + 1 if epoch else 1"}, "2", ""),  # no pass of this loop has ended
     ({"step": "self.steps += 1; self.state['best'] = 0.5", "start": "job.step_number"}, "6", ""),
