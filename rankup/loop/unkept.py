@@ -132,7 +132,7 @@ def _known(items: dict[str, Any], loaders: list[Any]) -> set[int]:
 
 def _is_kept(value: Any, known: set[int]) -> bool:
     """Return whether a variable holds what a copy holds or rankup owns, or code."""
-    return (id(value) in known and not isinstance(value, PLAIN)) or type(value).__module__.startswith("rankup.")
+    return (id(value) in known and not isinstance(value, PLAIN)) or f"{type(value).__module__}".startswith("rankup.")
 
 
 def _reached(roots: Iterable[Any], without: Iterable[int] = ()) -> list[Any]:
@@ -165,7 +165,7 @@ def _state_of(value: Any, known: set[int], shapes: set[torch.Size]) -> int | Non
     """Return a digest of what a variable of the script holds and no copy does. None for what has no state: neither a
     state_dict nor, if it is of the script's own class, tensors that are shaped as weights."""
     kind = type(value)
-    if isinstance(value, WATCHED) or kind.__module__.startswith("rankup."):
+    if isinstance(value, WATCHED) or f"{kind.__module__}".startswith("rankup."):
         return None
     if _has_state(value):
         return _digest(_reached([value], known))
