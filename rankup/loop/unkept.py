@@ -11,7 +11,6 @@ from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -176,22 +175,19 @@ def _state_of(value: Any, known: set[int], shapes: set[torch.Size]) -> int | Non
 
 
 def _digest(values: Iterable[Any]) -> int:
-    """Return a digest of numbers, arrays and plain tensors, of LARGE_BYTES at most."""
+    """Return a digest of numbers and plain tensors, of LARGE_BYTES at most."""
     found, left = 0, LARGE_BYTES
     for each in values:
         if isinstance(each, NUMBERS):
             found = zlib.crc32(repr(each).encode(), found)
-        elif isinstance(each, torch.Tensor | np.ndarray) and _is_plain(each) and each.nbytes <= left:
+        elif isinstance(each, torch.Tensor) and _is_plain(each) and each.nbytes <= left:
             left -= each.nbytes
-            if isinstance(each, torch.Tensor):
-                each = each.detach().cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
-            found = zlib.crc32(each.tobytes(), found)
+            flat = each.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+            found = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), found)
     return found
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return not value.dtype.hasobject
+def _is_plain(value: torch.Tensor) -> bool:
     usual = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
     return usual and not (value.is_quantized or value.is_nested or value.device.type == "meta")
 
