@@ -167,6 +167,7 @@ class Saving:
             self.tracked.load({name: state[name] for name in (*names, KINDS) if name in state}, self._filling)
         except ValueError as error:
             raise UserError(f"{newest.path} does not fit this {error}. {WAY_OUT}") from None
+        newest.check_unchanged()
         self._change(newest, [each for each in found if each.changes])
 
     def _change(self, newest: Copy, found: list[Options]) -> None:

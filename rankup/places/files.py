@@ -22,6 +22,7 @@ from rankup.urls import is_url
 
 OwnerCheck = Callable[[], None]
 SNAPSHOT = ".rankup.json"  # in a snapshot of `rankup submit`: what it is of
+LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs"}  # file systems of one machine
 STAGING = ".writing-"  # prefix of what the folder's owner is still writing; the next owner of the folder removes it
 
 
@@ -126,6 +127,18 @@ def open_to_append(path: Path) -> int:
         if stat.S_ISFIFO(path.stat().st_mode):
             raise OSError(errno.EINVAL, "a pipe", str(path))
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def is_local(path: Path) -> bool:
+    """Return whether a file is on a file system of this machine: no server can take away what is mapped of it."""
+    with suppress(OSError, IndexError):
+        device = path.stat().st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        for row in Path("/proc/self/mountinfo").read_text().splitlines():
+            mount, _, about = row.partition(" - ")
+            if mount.split()[2] == number:
+                return about.split()[0] in LOCAL
+    return False
 
 
 # Folders of this machine ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rankup.places.lease import RUN_ID
 from rankup.state.copies import STATE, Check, Damaged, Part, list_copies, no_check, part_of, read_manifest, read_record
 from rankup.state.memory import node_id
 from rankup.state.place import PARTS, Candidate
-from rankup.state.shipping import Memory, Shipment, Shipping
+from rankup.state.shipping import InPlace, Memory, Shipment, Shipping
 from rankup.state.tree import DTYPES, TENSORS, TREE, Slice, Tensors, decode, encode, local_parts, slices_in
 
 OWN = "rankup_"  # names of items that the library adds to the user's items begin with this
@@ -32,11 +32,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A verified copy of the state, in the folder `path`. `record`: the content of `state.json`, including `step`,
-    `run` and `attempt`. `files`: its other files."""
+    `run` and `attempt`. `files`: its other files. `in_place`: those that are used where they are."""
 
     path: Path
     record: dict[str, Any]
     files: "CopyFiles"
+    in_place: Sequence[InPlace] = ()
 
     @property
     def step(self) -> int:
@@ -48,6 +49,11 @@ class Copy:
         storage: torch.save writes whole storages, and refuses one with tensors of several types. Raises Damaged."""
         with _fitting(self.path):
             return self.files.read_apart()
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if somebody has written to a file since it was verified."""
+        if any(each.changed for each in self.in_place):
+            raise UserError(f"checkpoint: {self.path} must stay as it is while a run resumes from it, got a change.")
 
 
 def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_check) -> Copy | None:
@@ -95,13 +101,15 @@ def read(path: Path, check: Check = no_check) -> Copy:
 def load(
     group: Any, one: Candidate, opened: Callable[[Candidate], Path] = lambda one: Path(one.where), *,
     check: Check = no_check, others: Sequence[Path] = (), in_place: Callable[[Path], Path] | None = None,
+    on_disk: bool = False,
 ) -> Copy:
     """Read the copy `one`: the same files on all ranks, or on each rank the part of its state that is in memory. All
     ranks call this. Instead of a damaged part the same part on another node is read.
 
     `opened`: called on rank `one.rank`, returns the folder with the files. `others`: folders in which this rank may
     have the same files. `in_place`: returns where this rank sees the folder; the files of a sharded copy are then used
-    there. Raises on all ranks: Damaged, and UserError if `check` refuses the copy.
+    there. `on_disk`: so are files on this machine's disk, and the caller calls `Copy.check_unchanged` when it has copied
+    what it needs. Raises on all ranks: Damaged, and UserError if `check` refuses the copy.
     """
     able, why = [[one]] * group.world_size, ""
     if one.parts:
@@ -113,7 +121,7 @@ def load(
                     able[rank].append(part)
         able = [sorted(ones, key=lambda each: each.node != node) for ones, node in zip(able, nodes, strict=True)]
     while all(able):
-        copy, damaged = _read(group, [ones[0] for ones in able], opened, check, others, in_place)
+        copy, damaged = _read(group, [ones[0] for ones in able], opened, check, others, in_place, on_disk)
         if copy is not None:
             return copy
         mine, why = able[group.rank][0], next(iter(damaged.values()))
@@ -125,7 +133,7 @@ def load(
 
 def _read(
     group: Any, chosen: Sequence[Candidate], opened: Callable[[Candidate], Path], check: Check, others: Sequence[Path],
-    in_place: Callable[[Path], Path] | None,
+    in_place: Callable[[Path], Path] | None, on_disk: bool,
 ) -> tuple[Copy | None, dict[tuple[int, str], str]]:
     """Read for each rank the folder that is `chosen` for it. Return this rank's copy; or None, and by rank and path of
     each damaged folder why it is damaged. The rest: see `load`."""
@@ -152,7 +160,8 @@ def _read(
             to = [ranks or [key[0]] for ranks in by_node.values()]
             where = [*(others if group.rank not in to[0] else ()), Path(absolute)]
             for name, entry in files.items():
-                shipments.append(Shipment(part_of(name, entry), to, [folder / name for folder in where]))
+                paths = [folder / name for folder in where]
+                shipments.append(Shipment(part_of(name, entry), to, paths, on_disk=on_disk and len(paths) == 1))
                 keys.append(key)
         if in_place is not None and any(is_shard(each.part.name) for each in shipments):
             seen, everyone = in_place(path), range(group.world_size)
@@ -160,7 +169,8 @@ def _read(
                 path = seen
                 shipments = [Shipment(each.part, [everyone], [path / each.part.name], in_place=True)
                              for each in shipments]
-        buffers, problems = Shipping(group, shipments, memory).result()
+        shipping = Shipping(group, shipments, memory)
+        buffers, problems = shipping.result()
     if problems:
         return None, {keys[n]: why for n, why in sorted(problems.items(), reverse=True)}
     mine = {shipments[n].part.name: each for n, each in buffers.items() if group.rank in ranks_of[keys[n]]}
@@ -169,7 +179,7 @@ def _read(
         if group is ALONE or not files.sharded:  # otherwise each rank checks its own slices as it reads them
             files.check()
         # All ranks get rank 0's record, because only rank 0 may know the values of the last evaluation
-        return Copy(path, about[chosen[0].rank, chosen[0].where][3], files), {}
+        return Copy(path, about[chosen[0].rank, chosen[0].where][3], files, shipping.in_place), {}
 
 
 def _described(one: Candidate, opened: Callable[[Candidate], Path], check: Check) -> list[Any]:

@@ -181,7 +181,7 @@ class Run:
 
             copy = load(
                 group, one, opened, check=check, others=[] if one.parts else [*others, folder / name],
-                in_place=in_place if options.sharded and one.kind < PEER else None,
+                in_place=in_place if options.sharded and one.kind < PEER else None, on_disk=True,
             )
             if fetched:
                 group.on_rank0(lambda: self._keep(copy.path, self.places[one.kind]))

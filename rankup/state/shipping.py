@@ -3,13 +3,15 @@
 All ranks know what to ship, and each knows where its own node may have it. The ranks of a node share one memory, a file
 without a name, which the kernel frees with the last process that has it open. Each of them reads and verifies some
 pieces into it. A piece that a node lacks, or has otherwise than the copy, comes from a rank that has it, straight into
-that memory, and goes on from there to the next node. A file that is in memory already is verified and used where it is.
+that memory, and goes on from there to the next node. A file that is in memory already, or on a disk of this machine, is
+verified and used where it is.
 """
 
 import contextlib
 import hashlib
 import mmap
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from rankup.agent.processes import cpu_quota
-from rankup.places.files import open_regular
+from rankup.places.files import is_local, open_regular
 from rankup.state.copies import Part, write_at
 from rankup.state.memory import is_held, node_id
 
@@ -35,16 +37,39 @@ Key = tuple[int, int]  # the number of a shipment, and of a piece of its part
 class Shipment:
     """A part to ship. `to`: for each node that gets it, the ranks that share its memory, first those of a node that has
     the part whole; equal on all ranks. `paths`: where this rank may have it. `in_place`: use the file itself, although
-    it is not in memory."""
+    it is not in memory. `on_disk`: use it if it is on a disk of this machine and all ranks of the node can."""
 
     part: Part
     to: Sequence[Sequence[int]]
     paths: Sequence[Path] = ()
     in_place: bool = False
+    on_disk: bool = False
 
     @property
     def held(self) -> Path | None:
-        return next((path for path in self.paths if self.in_place or is_held(path)), None)
+        return next((path for path in self.paths
+                     if self.in_place or is_held(path) or (self.on_disk and is_local(path))), None)
+
+
+class InPlace:
+    """A file that is used where it is. `path` leads to it even if it is moved or removed. `buffer`: its first `size`
+    bytes. Raises OSError and ValueError if it can't be mapped."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        with open_regular(path) as file:
+            self.buffer = _mapped(file.fileno(), size, 0)
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+        self.path, self._before = Path(f"/proc/self/fd/{self._file}"), self._stamp()
+
+    def _stamp(self) -> tuple[int, int]:
+        about = os.fstat(self._file)
+        return about.st_size, about.st_mtime_ns
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody has written to the file since."""
+        return self._stamp() != self._before
 
 
 class Memory:
@@ -113,15 +138,14 @@ class Shipping:
                 self.stops[n, piece] = [ranks[turn % len(ranks)] for ranks in one.to]
         self.mine = [n for n, one in enumerate(shipments) if any(group.rank in ranks for ranks in one.to)]
         held = {n: path for n in self.mine if (path := shipments[n].held) is not None}
-        self.maps = dict[int, Any]()  # made before anything is exchanged: afterwards another rank may move the files
+        self.maps = dict[int, InPlace]()  # made before anything is exchanged: afterwards another rank may move the files
         for n, path in held.items():
-            # If it is missing or shorter, `_read` says so
-            with contextlib.suppress(OSError, ValueError, OverflowError), open_regular(path) as file:
-                self.maps[n] = _mapped(file.fileno(), shipments[n].part.size, 0)
+            with contextlib.suppress(OSError, ValueError, OverflowError):  # if it is missing or shorter, `_read` says so
+                self.maps[n] = InPlace(path, shipments[n].part.size)
         # The ranks of a node use the same file in place, or none
         named = group.gather([n for n in self.maps if not shipments[n].in_place])
         self.held = {
-            n: path for n, path in held.items() if (one := shipments[n]).in_place
+            n: self.maps[n].path if n in self.maps else path for n, path in held.items() if (one := shipments[n]).in_place
             or all(n in named[rank] for rank in next(ranks for ranks in one.to if group.rank in ranks))
         }
         here = {*memory.own}
@@ -142,7 +166,12 @@ class Shipping:
 
     def _buffer(self, n: int) -> Any:
         part = self.shipments[n].part
-        return self.maps[n] if n in self.held else self.memory.part(n, part.size)
+        return self.maps[n].buffer if n in self.held else self.memory.part(n, part.size)
+
+    @property
+    def in_place(self) -> list[InPlace]:
+        """The files that this rank uses where they are."""
+        return [each for n, each in self.maps.items() if n in self.held]
 
     def _read(self) -> dict[tuple[int, int, int], str]:
         """Read and verify this rank's pieces. Return, for all ranks, the pieces that they lack, and why."""
