@@ -108,7 +108,7 @@ def load(
 
     `opened`: called on rank `one.rank`, returns the folder with the files. `others`: folders in which this rank may
     have the same files. `in_place`: returns where this rank sees the folder; the files of a sharded copy are then used
-    there. `on_disk`: so are files on this machine's disk, and the caller calls `Copy.check_unchanged` when it has copied
+    there. `on_disk`: so are files on a disk of this machine, and the caller calls `Copy.check_unchanged` once it has
     what it needs. Raises on all ranks: Damaged, and UserError if `check` refuses the copy.
     """
     able, why = [[one]] * group.world_size, ""

@@ -138,14 +138,16 @@ class Shipping:
                 self.stops[n, piece] = [ranks[turn % len(ranks)] for ranks in one.to]
         self.mine = [n for n, one in enumerate(shipments) if any(group.rank in ranks for ranks in one.to)]
         held = {n: path for n in self.mine if (path := shipments[n].held) is not None}
-        self.maps = dict[int, InPlace]()  # made before anything is exchanged: afterwards another rank may move the files
+        self.maps = dict[int, InPlace]()  # made before any exchange: afterwards another rank may move the files
         for n, path in held.items():
-            with contextlib.suppress(OSError, ValueError, OverflowError):  # if it is missing or shorter, `_read` says so
+            # If it is missing or shorter, `_read` says so
+            with contextlib.suppress(OSError, ValueError, OverflowError):
                 self.maps[n] = InPlace(path, shipments[n].part.size)
         # The ranks of a node use the same file in place, or none
         named = group.gather([n for n in self.maps if not shipments[n].in_place])
         self.held = {
-            n: self.maps[n].path if n in self.maps else path for n, path in held.items() if (one := shipments[n]).in_place
+            n: self.maps[n].path if n in self.maps else path
+            for n, path in held.items() if (one := shipments[n]).in_place
             or all(n in named[rank] for rank in next(ranks for ranks in one.to if group.rank in ranks))
         }
         here = {*memory.own}

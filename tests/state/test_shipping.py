@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.errors import UserError
 from rankup.state import copies, reading, shipping
 from rankup.state.copies import Damaged
 from rankup.state.place import Candidate, Folder
@@ -36,7 +37,9 @@ def save(folder: Path, *, weight: torch.Tensor, number: int = 0) -> Path:
     return Folder(folder, keep=9).write(7, content)
 
 
-def load(ranks: Ranks, nodes: list[int], paths: list[list[Path]], source: int, patch: pytest.MonkeyPatch) -> list[Any]:
+def load(
+    ranks: Ranks, nodes: list[int], paths: list[list[Path]], source: int, patch: pytest.MonkeyPatch, **more: Any
+) -> list[Any]:
     """Load the copy of rank `source`, `paths[source][0]`, on all ranks. Return for each rank its weight and tree, or
     the reason. Other nodes see nothing of the source's files."""
     patch.setattr(shipping, "node_id", lambda: f"node {nodes[ranks.rank]}")
@@ -48,7 +51,8 @@ def load(ranks: Ranks, nodes: list[int], paths: list[list[Path]], source: int, p
 
     def work(group: Any) -> Any:
         try:
-            copy = reading.load(group, Candidate(source, where=str(folders[source][0])), others=folders[group.rank])
+            one = Candidate(source, where=str(folders[source][0]))
+            copy = reading.load(group, one, others=folders[group.rank], **more)
         except Damaged as error:
             return error.why
         return copy.tracked["model"]["weight"], copy.tracked["loaders"]
@@ -90,7 +94,8 @@ def test_no_damaged_copy_is_ever_loaded(home: Path, tmp_path: Path, monkeypatch:
         own = {node: save(folder, weight=weight, number=node) for node, folder in where.items()}
         harmed = {node: damage(draw.choice(sorted(path.iterdir())), draw)
                   for node, path in own.items() if draw.random() < 0.4}
-        found = load(ranks, nodes, [[own[node]] for node in nodes], source, monkeypatch)
+        on_disk = draw.random() < 0.5
+        found = load(ranks, nodes, [[own[node]] for node in nodes], source, monkeypatch, on_disk=on_disk)
         if harmed.get(nodes[source]):
             assert len({*map(str, found)}) == 1, found
             assert all(isinstance(why, str) for why in found), found
@@ -171,3 +176,28 @@ def test_file_in_use_may_go_as_soon_as_one_rank_is_done(
     shipments = [shipping.Shipment(part, [[0, 1]], [path / part.name], in_place=not in_memory) for part in parts]
     expected = (path / "model.safetensors").read_bytes()
     assert ranks.each(work) == [expected, expected]
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_checkpoint_on_a_disk_of_this_machine_takes_no_second_memory_and_must_stay_as_it_is(
+    local: bool, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, ranks, copied = torch.arange(500.0), Ranks(2), list[int]()
+    path = save(tmp_path, weight=weight)
+    put = shipping.Memory.put
+    monkeypatch.setattr(shipping.Memory, "put", lambda *given: (copied.append(given[1]), put(*given)))
+    monkeypatch.setattr(shipping, "dist", ranks.dist())
+    monkeypatch.setattr(shipping, "is_local", lambda _: local)
+    found = ranks.each(lambda group: reading.load(group, Candidate(0, where=str(path)), on_disk=True))
+    assert bool(copied) is not local
+    for copy in found:
+        copy.check_unchanged()
+        assert torch.equal(copy.files.read_all("model")["model"]["weight"], weight)
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"1234")
+    if local:
+        with pytest.raises(UserError, match="must stay as it is while a run resumes from it, got a change"):
+            found[1].check_unchanged()
+    else:
+        assert torch.equal(found[1].files.read_all("model")["model"]["weight"], weight)
