@@ -114,8 +114,10 @@ def test_killed_or_stopped_horovod_rank_ends_both_ranks(
 @needs_horovod
 def test_lost_horovod_rank_costs_no_finished_step(forks: Forks, tmp_path: Path) -> None:
     line = ("train", "--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=8", *HOROVOD,
-            "--tensorboard=false", "--run-dir", tmp_path, "--name=run")
-    codes, output = forks.run(*line, env=probe("loss", 7, rank=1, signal="SIGKILL"), world_size=2)
+            "--tensorboard=false", "--log-every-steps=1", "--run-dir", tmp_path, "--name=run")
+    # Rank 0 may be slower: only once its fourth line is there has it finished the fourth step, too
+    fourth = {"log": str(tmp_path / "run/metrics.jsonl"), "lines": 4}
+    codes, output = forks.run(*line, env=probe("loss", 7, rank=1, signal="SIGKILL", **fourth), world_size=2)
     assert codes == [171, -9], output
     assert "resumed from step 4, rescued by rank 0" in forks.ends(*line, world_size=2)
 
