@@ -161,7 +161,7 @@ def _read(
             where = [*(others if group.rank not in to[0] else ()), Path(absolute)]
             for name, entry in files.items():
                 paths = [folder / name for folder in where]
-                shipments.append(Shipment(part_of(name, entry), to, paths, on_disk=on_disk and len(paths) == 1))
+                shipments.append(Shipment(part_of(name, entry), to, paths, on_disk=on_disk))
                 keys.append(key)
         if in_place is not None and any(is_shard(each.part.name) for each in shipments):
             seen, everyone = in_place(path), range(group.world_size)
