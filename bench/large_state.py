@@ -88,11 +88,11 @@ def launch(
 
     def sample() -> None:
         nonlocal peak
-        while not ended.wait(0.05):
+        there = False
+        while not (there or ended.wait(0.05)):
+            there = len([*folder.glob("ranks-*.json")]) == ranks  # they hold what they have until the next look is over
             peak = max(peak, shared_memory() + sum(map(memory_of, descendants(job.pid))))
-            if len([*folder.glob("ranks-*.json")]) == ranks:
-                (folder / "hold").unlink(missing_ok=True)
-                return
+        (folder / "hold").unlink(missing_ok=True)
 
     sampler = threading.Thread(target=sample)
     if watch:
