@@ -116,7 +116,7 @@ def _beginning_anew(names: list[str]) -> str:
     return (
         f"track  {listed} {begins} anew in this resume, because no checkpoint holds {them}. If training depends on "
         f"{them}, use a dict instead, change it in the block of job.step, and track it: "
-        f'state = {{"{key}": 0.0}}; job.track(..., state=state, missing="keep")'
+        f'state = {{"{key}": 0.0}}; job.track(state=state, missing="keep")'
     )
 
 

@@ -50,7 +50,7 @@ FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--nt
                  "--field-selector", "--tail", "--max-log-requests", "--ignore-errors", "--since-time", "--detach"}
 FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
-    "set_epoch",
+    "set_epoch", "requires_grad",
     "channels_last", "persistent_workers",
     # Of Accelerate, Lightning and the Trainer
     "accumulate_grad_batches", "gradient_accumulation_steps", "save_state", "load_state", "skip_first_batches",
