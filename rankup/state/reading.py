@@ -53,7 +53,10 @@ class Copy:
     def check_unchanged(self) -> None:
         """Raise UserError if somebody has written to a file since it was verified."""
         if any(each.changed for each in self.in_place):
-            raise UserError(f"checkpoint: {self.path} must stay as it is while a run resumes from it, got a change.")
+            raise UserError(
+                f"checkpoint: {self.path} must stay as it is while a run resumes from it, got a change. Start the job "
+                "again."
+            )
 
 
 def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_check) -> Copy | None:

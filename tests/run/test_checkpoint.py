@@ -11,6 +11,7 @@ import pytest
 
 from rankup.loop.settings import FORMAT
 from rankup.state.copies import list_copies
+from tests.job.test_loop import ran
 from tests.rigs.checkpoints import (
     find_problem,
     fingerprint,
@@ -149,3 +150,18 @@ def test_checkpoint_of_another_format_gives_code_2_and_one_line(forks: Forks, tm
     output = forks.ends(*train(run), world_size=2, code=2)
     assert output.count(f"error: checkpoint: {path} must be of format {FORMAT}, got format {FORMAT + 1}. ") == 1, output
     forks.ends("evaluate", *train(run)[1:3], *train(run)[-4:], code=2)
+
+
+def test_checkpoint_that_changes_between_its_verification_and_its_use_is_not_taken(
+    forks: Forks, tmp_path: Path
+) -> None:
+    text = (
+        "import os, pathlib, torch, rankup\njob, model = rankup.init('run'), torch.nn.Linear(4, 1)\n"
+        "for path in pathlib.Path('run/checkpoints').glob('*/model.safetensors') if os.environ.get('HARM') else ():\n"
+        "    with path.open('r+b') as file:\n        file.seek(-4, 2)\n        file.write(b'1234')\n"
+        "job.track(model=model)\nfor _ in job.steps(4 if os.environ.get('HARM') else 2):\n    with job.step():\n"
+        "        with torch.no_grad():\n            model.weight.add_(1)\njob.finish()\n"
+    )
+    ran(forks, tmp_path, text)
+    output = ran(forks, tmp_path, text, code=2, HARM="1")
+    assert "must stay as it is while a run resumes from it, got a change. Start the job again." in output
