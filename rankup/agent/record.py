@@ -76,9 +76,9 @@ class Record(ctypes.Structure):
     Behind these fields stands `commit`, the leader's message about the membership. It names each host of the job, so
     for 2,000 nodes an environment variable, of 128 KiB at most, could not hold it.
 
-    Not in that memory: `clock` adds up this process's phases. `entered` is the phase and timeout it entered last. With
-    `stops_alone` this rank, the only one, stops before its next step: it asks nobody, and only agents write what they
-    agree on."""
+    Not in that memory: `clock` adds up this process's phases. `entered` is the phase and timeout it entered last.
+    `stops_alone`: this rank is the only one, and stops before its next step. It writes neither `stop` nor `confirmed`,
+    because its agent may write them at the same time."""
 
     stops_alone = False
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rankup.errors import UserError
+from rankup.places.files import is_local
 from rankup.state import copies, reading, shipping
 from rankup.state.copies import Damaged
 from rankup.state.place import Candidate, Folder
@@ -201,3 +202,10 @@ def test_checkpoint_on_a_disk_of_this_machine_takes_no_second_memory_and_must_st
             found[1].check_unchanged()
     else:
         assert torch.equal(found[1].files.read_all("model")["model"]["weight"], weight)
+
+
+def test_file_of_this_machines_disk_is_local_and_one_of_another_kind_of_file_system_is_not(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert is_local(tmp_path / "file")
+    assert not is_local(Path("/proc/self/status"))
+    assert not is_local(tmp_path / "missing")
