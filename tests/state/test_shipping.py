@@ -204,8 +204,7 @@ def test_checkpoint_on_a_disk_of_this_machine_takes_no_second_memory_and_must_st
         assert torch.equal(found[1].files.read_all("model")["model"]["weight"], weight)
 
 
-def test_file_of_this_machines_disk_is_local_and_one_of_another_kind_of_file_system_is_not(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert is_local(tmp_path / "file")
+def test_files_of_this_machines_disks_and_memory_are_local_and_others_are_not(tmp_path: Path) -> None:
+    assert is_local(Path("/dev/shm"))
     assert not is_local(Path("/proc/self/status"))
     assert not is_local(tmp_path / "missing")
